@@ -4,7 +4,7 @@
 
 Needs `pip install transformers`. The model is tiny and random, and nothing is downloaded. Its vocabulary is mixed: ids
 of text, then ids of image codes, then one id that ends each row. Another such model needs only these arguments of
-`ImageModel`; for Chameleon, Emu3 and Janus-Pro they are known (docs/families.md).
+`ImageModel`; for Chameleon, Emu3, Janus-Pro and GLM-Image they are known (docs/families.md).
 """
 import argparse
 

@@ -1,7 +1,7 @@
 """The requests, the model with its cache, and the output of one call of `generate`, for compat/transformers.py."""
 import functools
 import inspect
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ FILTERS = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "L
 CACHE_NAMES = ("cache", "past_key_values")  # from transformers 5.24 on; before it
 # arguments from `generate` that these functions read themselves, or that only concern its own cache
 KNOWN_KWARGS = ("attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position", *CACHE_NAMES)
+GLM_IMAGE_KWARGS = ("image_grid_thw", "images_per_sample")
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -33,12 +34,14 @@ class Asked:
         length = self.read_ends(input_ids, criteria, config)
         self.max_tokens = length - input_ids.shape[1]
         self.check_layers(model.config.get_text_config(decoder=True), length)
-        self.check_kwargs(model, config, kwargs)
+        is_glm_image = model.config.model_type == "glm_image"
+        self.check_kwargs(model, config, kwargs, (*KNOWN_KWARGS, *GLM_IMAGE_KWARGS * is_glm_image))
         self.do_sample = bool(config.do_sample)
         self.settings = self.read_settings(config, processors) if self.do_sample else GREEDY
         self.has_guidance, self.guidance = guidance is not None, 1.0 if guidance is None else guidance
         self.attention_mask = kwargs.get("attention_mask")
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.axes = self.read_grids(input_ids, model.config, **kwargs) if is_glm_image else None
         self.id_range = id_range
         if isinstance(id_range, Tensor):
             B, leading = len(input_ids), tuple(id_range.shape[:-2])
@@ -87,17 +90,36 @@ class Asked:
         partial = {kind for kind in layers if kind != "full_attention" and (kind != "sliding_attention" or short)}
         self.refuse(partial, f"needs full attention in every layer, got {', '.join(sorted(partial))}")
 
-    def check_kwargs(self, model, config, kwargs) -> None:
+    def check_kwargs(self, model, config, kwargs, known) -> None:
         outputs = [key for key in OUTPUTS
                    if config.return_dict_in_generate and getattr(config, key, False) or kwargs.get(key)]
         self.refuse(outputs, f"returns sequences alone, got {', '.join(outputs)} (with log_probs=True a dict stats "
                              "gets the log-probabilities of the new tokens)")
         unknown = [key for key, value in kwargs.items()
-                   if key not in (*KNOWN_KWARGS, *OUTPUTS) and not _is_off(model, key, value)]
+                   if key not in (*known, *OUTPUTS) and not _is_off(model, key, value)]
         self.refuse(unknown, f"takes prompts of token ids alone, got {', '.join(unknown)} ({versions('transformers')})")
         for key in CACHE_NAMES:
             length = 0 if kwargs.get(key) is None else kwargs[key].get_seq_length()
             self.refuse(length > 0, f"needs an empty {key}, got one with {length} tokens")
+
+    def read_grids(self, input_ids, config, image_grid_thw=None, images_per_sample=None, **_) -> Tensor:
+        """The positions of GLM-Image's new tokens, counted from the prompts' ends: (3, B, L)."""
+        self.refuse(image_grid_thw is None, "needs image_grid_thw, the grids that GLM-Image draws, as its processor "
+                                            "gives them: positions follow from it")
+        B, n = len(input_ids), len(image_grid_thw)
+        counts = [n] if images_per_sample is None else images_per_sample.tolist()
+        self.refuse(image_grid_thw.shape != (n, 3) or len(counts) != B or min(counts) < 1 or sum(counts) != n,
+                    f"needs image_grid_thw (n, 3), n the sum of images_per_sample, which is of B={B} prompts, got "
+                    f"{described(image_grid_thw)} and {counts}")
+        num_ends = (input_ids == config.image_end_token_id).sum().item()
+        self.refuse(num_ends, "needs image_grid_thw of grids that are all drawn, got prompts in which "
+                              f"{config.image_end_token_id} ends {num_ends} pictures")
+        of_prompts = [[(rows, columns) for _, rows, columns in grids.tolist()][::-1]  # the last is drawn first
+                      for grids in image_grid_thw.split(counts)]
+        L = min(sum(rows * columns for rows, columns in grids) for grids in of_prompts)
+        self.refuse(self.max_tokens > L + 1, f"needs max_new_tokens of at most {L + 1}, the tokens of image_grid_thw "
+                                             f"and what ends them, got {self.max_tokens}")
+        return torch.stack([grid_positions(grids)[:, :L] for grids in of_prompts], 1).to(input_ids.device)
 
     def read_settings(self, config, processors) -> dict:
         if processors is None:  # not called by `generate`, which makes them
@@ -144,7 +166,7 @@ class Target:
                                        torch.nn.functional.pad(b.repeat_interleave(B // R, 0), (both - width, 0))])
                             for a, b in ((ids, unconditional_ids), (is_real, mask != 0)))
         self.ids, self.is_real, self.prefix_len = ids, is_real, ids.shape[1]
-        self.num_pads = self.prefix_len - is_real.sum(1)
+        self.axes, self.num_real = asked.axes, is_real.sum(1, keepdim=True)
         self.cache = _cache_class()(len(ids), self.prefix_len + asked.max_tokens + num_nodes)
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
 
@@ -180,8 +202,15 @@ class Target:
         mask = self.twice(mask.to(self.model.dtype))
         mask[..., :self.prefix_len].masked_fill_(~self.is_real[:, None], -torch.inf)
         slots = lengths[:, None] + torch.arange(N, device=tokens.device)
-        position_ids = self.twice(lengths[:, None] + depth) - self.num_pads[:, None]
+        position_ids = self.positions(output.num_made[:, None] - 1 + depth)
         return self.forward(self.twice(tokens), mask, position_ids, self.twice(slots))
+
+    def positions(self, index) -> Tensor:
+        """Of the new tokens with these numbers (B, N): (R, N), or (3, R, N) for GLM-Image."""
+        if self.axes is None:
+            return self.twice(index) + self.num_real
+        axes = self.axes.gather(2, index.clamp(max=self.axes.shape[2] - 1).expand(3, -1, -1))
+        return axes.repeat(1, len(self.ids) // self.batch, 1) + self.num_real
 
     def lengths(self, output) -> Tensor:
         """(B,) int64: the columns before the newest token, which no forward has read yet."""
@@ -290,6 +319,20 @@ class Output:
             return sequences
         from transformers.generation import GenerateDecoderOnlyOutput
         return GenerateDecoderOnlyOutput(sequences=sequences)
+
+
+def grid_positions(grids: Sequence[tuple[int, int]]) -> Tensor:
+    """GLM-Image's tokens in grids that follow each other, counted from the end of the prompt: (3, L) int64.
+
+    In a grid the first axis stays where the grid starts, and the others count rows and columns from there. The next
+    grid starts after the longer side.
+    """
+    parts, start = [], 0
+    for rows, columns in grids:
+        cells = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).T
+        parts.append(torch.nn.functional.pad(cells, (0, 0, 1, 0)) + start)
+        start += max(rows, columns)
+    return torch.cat(parts, 1)
 
 
 def cache_name(model) -> str:

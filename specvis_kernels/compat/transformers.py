@@ -4,8 +4,8 @@
     model.generate(ids, custom_generate=tree_generate, draft=draft, choices=choices, max_new_tokens=256, do_sample=True)
 
 For every causal language model that takes a mask of four dimensions and position ids: full attention in each layer,
-"sdpa" or "eager". Tested with transformers 4.57.6, 5.23.0 and 5.24.0, with text models and with Emu3, Chameleon and
-Janus. It is imported when one of the two functions is called.
+"sdpa" or "eager". Tested with transformers 4.57.6, 5.23.0 and 5.24.0, with text models and with Emu3, Chameleon, Janus
+and GLM-Image, whose position ids have three axes. It is imported when one of the two functions is called.
 
 Tokens equal the tokens of another way to decode as far as its forwards give equal logits. In half precision forwards of
 another number of tokens round differently, so now and then a token differs.
@@ -48,7 +48,8 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
 
     Args:
         model, input_ids (B, S) int64, logits_processor, stopping_criteria, generation_config: as `generate` gives them.
-            Prompts of different lengths are padded on the left, with an attention_mask
+            Prompts of different lengths are padded on the left, with an attention_mask. GLM-Image needs image_grid_thw
+            and, with several prompts, images_per_sample, as its processor gives them
         draft:         called with sequences (B, F, T) int64 and a mask (B, F, T) bool for the F nodes of a level: all
                        tokens up to each node, padded on the left. Returns (B, F, V) float32, the probabilities of the
                        next token

@@ -11,7 +11,15 @@ from specvis_kernels.compat import _versions
 from specvis_kernels.compat import transformers as compat
 from specvis_kernels.compat._transformers import cache_name
 from specvis_kernels.compat.transformers import GuidedProbsProcessor, jacobi_generate, tree_generate
-from tests.models.test_transformers import chameleon_model, emu3_model, janus_model
+from tests.models.test_transformers import (
+    GRIDS,
+    TEXT,
+    chameleon_model,
+    emu3_model,
+    glm_image_model,
+    janus_model,
+    needs_glm_image,
+)
 
 transformers = pytest.importorskip("transformers")
 V = 24
@@ -405,6 +413,28 @@ def test_models_that_cannot_be_decoded_so(model):
     assert tokens.shape == (4, 22)
 
 
+def qwen2_vl_model(seed):
+    torch.manual_seed(seed)
+    text = TEXT | {"vocab_size": 40, "rope_scaling": {"rope_type": "default", "mrope_section": [3, 2, 3]}}
+    vision = {"depth": 1, "embed_dim": 8, "num_heads": 1, "hidden_size": 64, "patch_size": 2}
+    ids = {"image_token_id": 30, "video_token_id": 31, "vision_start_token_id": 32, "vision_end_token_id": 33}
+    return transformers.Qwen2VLForConditionalGeneration(transformers.Qwen2VLConfig(
+        text_config=text, vision_config=vision, bos_token_id=1, eos_token_id=2, **ids)).eval()
+
+
+@needs_glm_image  # a version in which Qwen2-VL's configuration is nested
+def test_three_axes_of_text_alone():
+    """All three count the same there; the positions of a picture in the prompt are not known."""
+    model, options = qwen2_vl_model(0), dict(max_new_tokens=24, eos_token_id=None)
+    wanted = generate(model, **options)
+    tokens = generate(model, jacobi_generate, window=4, **options)
+    assert torch.equal(tokens, wanted) and len(wanted[:, 6:].unique()) > 5
+    picture = dict(pixel_values=torch.zeros(4, 24), image_grid_thw=torch.tensor([[1, 2, 2]]),
+                   mm_token_type_ids=torch.tensor([[0, 1, 0]]))
+    with pytest.raises(ValueError, match="jacobi_generate takes prompts of token ids alone, got .*mm_token_type_ids"):
+        generate(model, jacobi_generate, torch.tensor([[32, 30, 33]]), None, **picture, **options)
+
+
 @pytest.mark.parametrize("make", [chameleon_model, emu3_model, janus_model])
 def test_multimodal_classes(make):
     """They get more keyword arguments than text models do, and Emu3 and Chameleon a mask of their image ids."""
@@ -426,6 +456,54 @@ def test_multimodal_classes(make):
     drawn = [generate(model, jacobi_generate, prompts, mask, window=w, **options) for w in (0, 16)]
     drawn.append(generate(model, tree_generate, prompts, mask, **tree, **options))
     assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], wanted)
+
+
+GLM_PROMPTS, GLM_MASK = torch.tensor([[0, 0, 20, 21, 7], [1, 22, 23, 24, 7]]), torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
+OTHER_GRIDS = [[1, 4, 2], [1, 3, 2]]  # as many tokens as GRIDS, in other places
+CODES = torch.tensor([[0, 10]] * 14 + [[11, 12]])  # and the id that ends a picture
+DRAWN = dict(prompts=GLM_PROMPTS, mask=GLM_MASK, max_new_tokens=15, eos_token_id=None,
+             images_per_sample=torch.tensor([2, 2]), image_grid_thw=torch.tensor(GRIDS + OTHER_GRIDS))
+
+
+@needs_glm_image
+def test_glm_image_draws_its_grids():
+    """The positions of three axes are its own; each request has its own grids."""
+    model = glm_image_model(3)
+    wanted = generate(model, **DRAWN, suppress_tokens=[10, 11, 12])
+    wanted[:, -1] = 11
+    table = torch.randn(40, 13, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    tree = dict(function=tree_generate, draft=lambda sequences, mask: table[sequences[..., -1]], choices=CHOICES)
+    jacobi, options = dict(function=jacobi_generate, window=5), dict(do_sample=True, top_k=0, seeds=SEEDS[:2])
+    for function in (jacobi, jacobi | dict(window=3, grid=4), tree):
+        assert torch.equal(generate(model, **DRAWN, **function, id_range=CODES, stats=(stats := {})), wanted)
+        assert stats["target_forwards"] < 15
+    plain = generate(model, **DRAWN, **jacobi | dict(window=0), **options, id_range=CODES)
+    for function in (jacobi, tree):
+        assert torch.equal(generate(model, **DRAWN, **function, **options, id_range=CODES), plain)
+    assert len(wanted[1, 5:].unique()) > 5 and len(plain[:, 5:].unique()) > 5
+    for b in range(2):  # alone, without padding; a request's own grids count
+        alone = dict(prompts=GLM_PROMPTS[b:b + 1, 2 * (b == 0):], mask=None, images_per_sample=None,
+                     image_grid_thw=DRAWN["image_grid_thw"][2 * b:][:2])
+        one = generate(model, **DRAWN | alone, **jacobi, **options | dict(seeds=SEEDS[b:b + 1]), id_range=CODES)
+        assert torch.equal(one[0, -15:], plain[b, -15:])
+    nulls = dict(guidance=2.0, unconditional_ids=torch.tensor([[1, 7]]))
+    guided = [generate(model, **DRAWN, **jacobi | dict(window=w), **options, **nulls) for w in (0, 5)]
+    assert torch.equal(*guided) and not torch.equal(guided[0], plain)
+
+
+@needs_glm_image
+@pytest.mark.parametrize("changed, message", [
+    (dict(image_grid_thw=None), "jacobi_generate needs image_grid_thw, the grids that GLM-Image draws"),
+    (dict(image_grid_thw=torch.tensor(GRIDS)), r"needs image_grid_thw \(n, 3\), n the sum of images_per_sample, which "
+                                               r"is of B=2 prompts, got int64 \(2, 3\) and \[2, 2\]"),
+    (dict(images_per_sample=None), r"got int64 \(4, 3\) and \[4\]"),
+    (dict(image_grid_thw=torch.ones(4, 2, dtype=torch.int64)), r"got int64 \(4, 2\) and \[2, 2\]"),
+    (dict(prompts=GLM_PROMPTS.masked_fill(GLM_PROMPTS == 21, 11)), "are all drawn, got prompts in which 11 ends 1 pic"),
+    (dict(max_new_tokens=16), "needs max_new_tokens of at most 15, the tokens of image_grid_thw and what ends them, g"),
+    (dict(mm_encoder_outputs={"image": 1}), "takes prompts of token ids alone, got mm_encoder_outputs")])
+def test_grids_that_do_not_fit_the_prompts(changed, message):
+    with pytest.raises(ValueError, match=message):
+        generate(glm_image_model(0), jacobi_generate, **DRAWN | changed)
 
 
 def test_what_another_version_may_hand_over(model, monkeypatch):

@@ -200,7 +200,7 @@ def test_neighbors_are_those_of_the_codes(m):
 def test_adapted_trees_know_how_long_a_row_is():
     """Of two rows of five: above position 7 is position 2, and the start of a row has no token to its left."""
     def shapes(start):
-        one = Shapes(*(torch.tensor([n]) for n in (2, 3, 20)), (2, 5), Adaptation(start=start, depths=(1, 9)))
+        one = Shapes(*(torch.tensor([n]) for n in (2, 3, 20)), 5, 10, Adaptation(start=start, depths=(1, 9)))
         one.depths, one.alphas = torch.arange(10.0)[None] + 1, torch.ones(1, 10)
         return one
 

@@ -80,7 +80,7 @@ def test_a_request_does_not_depend_on_its_batch(methods):
                         known_tokens=None if known is None else known[order])
         for b in range(B):
             alone = jacobi([methods[b]], settings()[[b]], rows=[b], known_tokens=None if known is None else known[[b]])
-            for field in dataclasses.fields(alone):
+            for field in dataclasses.fields(alone)[:-1]:
                 for other, row in ((together, b), (turned, order.index(b))):
                     torch.testing.assert_close(getattr(alone, field.name)[0], getattr(other, field.name)[row],
                                                equal_nan=True)
@@ -171,7 +171,7 @@ def test_finished_images_leave_the_batch(tiny, monkeypatch, m, temperature):
     decoded = jacobi_decode(tiny.gpt, *condition, sampling, [m] * 6, known_tokens=known_tokens, observe=observe)
     assert min(batches) < 12 == max(batches)  # rows: two an image
     assert torch.equal(num_steps, decoded.target_forwards)
-    fields = ["tokens", "num_known"] if m.drafts.window == "auto" else [f.name for f in dataclasses.fields(decoded)]
+    fields = ["tokens", "num_known"] if m.drafts.window == "auto" else [f.name for f in dataclasses.fields(decoded)[:-1]]
     for name in fields:
         assert torch.equal(getattr(decoded, name), getattr(usual, name)), name
 

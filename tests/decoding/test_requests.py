@@ -99,7 +99,7 @@ WRONG_DRAFT_MODELS = {
     "grid": (lambda d: Wrong(d, grid=5), "draft_model.grid must be the target's, 4, got 5"),
     "vocabulary": (lambda d: Wrong(d, vocab_size=65), "draft_model.vocab_size must be the target's, 64, got 65"),
     "rows": (lambda d: Wrong(d, padding_mask=d.padding_mask[:4]),
-             r"padding_mask must be bool \(R=8, prefix_len=3\) on cpu, two rows a request, got bool \(4, 3\)"),
+             r"padding_mask must be bool \(R=8, prefix_len=3\) on cpu, 2 for each request, got bool \(4, 3\)"),
     "dtype": (lambda d: Wrong(d, padding_mask=d.padding_mask.int()),
               r"draft_model.padding_mask must be bool .* got int32 \(8, 3\)"),
     "device": (lambda d: Wrong(d, padding_mask=d.padding_mask.to("meta")), "padding_mask must be bool .* on meta"),

@@ -68,7 +68,7 @@ def test_unknown_trees(name, message):
 
 def shapes(adaptation, depth=4, width=10, max_nodes=99, uniforms=None):
     """For one image of 4 x 4 tokens."""
-    return Shapes(*(torch.tensor([n]) for n in (depth, width, max_nodes)), 4, adaptation, uniforms)
+    return Shapes(*(torch.tensor([n]) for n in (depth, width, max_nodes)), 4, 16, adaptation, uniforms)
 
 
 def after(shapes, steps):

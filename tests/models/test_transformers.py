@@ -1,16 +1,28 @@
-"""Chameleon, Emu3 and Janus of transformers as targets, in tiny sizes: what they compute is what transformers does."""
+"""Chameleon, Emu3, Janus and GLM-Image as targets, in tiny sizes: what they compute is what transformers does."""
 import copy
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 
 from specvis import Sampling, decode, jacobi_decode, method, speculative_decode
 from specvis.decoding.draft_model import SmallDraftModel
 from specvis.decoding.sampling import cfg_inputs
-from specvis.models.interface import ModelCache, Nodes, TargetModel
-from specvis.models.transformers import TREE_ATTENTION, Chameleon, Emu3, ImageModel, JanusPro, anole, lumina_mgpt
+from specvis.models.interface import ModelCache, Nodes, TargetModel, num_tokens
+from specvis.models.transformers import (
+    TREE_ATTENTION,
+    Chameleon,
+    Emu3,
+    GLMImage,
+    ImageModel,
+    JanusPro,
+    anole,
+    lumina_mgpt,
+)
 from specvis_kernels import draw_tokens, tree_links
 
 transformers = pytest.importorskip("transformers")
@@ -21,7 +33,10 @@ TEXT = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num
         "num_key_value_heads": 2, "initializer_range": 0.25, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 VQ = {"embed_dim": 4, "latent_channels": 4, "base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1}
 PROMPTS = [[1, 20, 21, 7], [1, 22, 23, 24, 25, 26, 7], [1, 27, 7]]
-FAMILIES = ("anole", "lumina", "emu3", "janus")
+HAS_GLM_IMAGE = hasattr(transformers, "GlmImageForConditionalGeneration")  # not in transformers 4
+FAMILIES = ("anole", "lumina", "emu3", "janus", *["glm"] * HAS_GLM_IMAGE)
+needs_glm_image = pytest.mark.skipif(not HAS_GLM_IMAGE, reason="needs a transformers with GLM-Image")
+GRIDS = [[1, 2, 4], [1, 2, 3]]  # GLM-Image's picture and preview
 
 
 def chameleon_model(seed):
@@ -52,6 +67,17 @@ def janus_model(seed):
     return model
 
 
+def glm_image_model(seed):
+    """A picture begins with id 7 and ends with id 11; the head has one id more than the two and the codes need."""
+    torch.manual_seed(seed)
+    rope = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [3, 2, 3]}
+    vision = {"hidden_size": 8, "depth": 1, "num_heads": 1, "image_size": 16, "patch_size": 4, "intermediate_size": 8}
+    return transformers.GlmImageForConditionalGeneration(transformers.GlmImageConfig(
+        text_config=TEXT | {"vocab_size": 40, "vision_vocab_size": 13, "rope_parameters": rope, "eos_token_id": 11},
+        vision_config=vision, vq_config={"embed_dim": 4, "latent_channels": 8, "num_embeddings": C},
+        image_token_id=3, image_start_token_id=7, image_end_token_id=11)).eval()
+
+
 def test_a_model_without_janus_ids_is_refused():
     model = janus_model(0)
     model.generation_config.generation_kwargs = None
@@ -70,7 +96,8 @@ def targets():
                 "anole": lambda: Chameleon(chameleon_model(seed), S, (3, 4), [1, 7]),
                 "lumina": lambda: lumina_mgpt(chameleon_model(seed), S, (2, 4)),
                 "emu3": lambda: Emu3(emu3_model(seed), S, (3, 4), [1, 30, 31, 32, 7]),
-                "janus": lambda: JanusPro(janus_model(seed), S)}[family]()
+                "janus": lambda: JanusPro(janus_model(seed), S),
+                "glm": lambda: GLMImage(glm_image_model(seed), S, GRIDS)}[family]()
         return made[family, seed]
     return of
 
@@ -87,8 +114,12 @@ def own_logits(target, prompt, tokens):
             x = torch.cat([target.embed(prompt), model.prepare_embeddings_for_image_generation(tokens)], 1)
             logits = model.model.generation_head(model.model.language_model(inputs_embeds=x).last_hidden_state)
         else:
-            ids = torch.cat([prompt, target.ids[tokens]], 1)
-            logits = model(input_ids=ids).logits
+            ids, positions = torch.cat([prompt, target.ids[tokens]], 1), None
+            if isinstance(target, GLMImage):
+                positions, _ = model.model.get_rope_index(prompt, torch.tensor(GRIDS))
+                positions = torch.cat([positions, model.model._cached_decode_position_ids[0, :, None]], 2)
+                positions = positions[..., :ids.shape[1]]
+            logits = model(input_ids=ids, position_ids=positions).logits
             if isinstance(target, Chameleon):
                 logits = model.lm_head(model.model(input_ids=ids).last_hidden_state)
             logits = logits[..., target.ids[:C]]
@@ -96,6 +127,9 @@ def own_logits(target, prompt, tokens):
 
 
 def own_null(target, prompt):
+    """What guidance is measured against; None: nothing."""
+    if isinstance(target, GLMImage):
+        return None
     if isinstance(target, JanusPro):
         return [prompt[0], *[0] * (len(prompt) - 2), prompt[-1]]
     ids, is_real = target.null_prompt
@@ -113,6 +147,10 @@ def sampling(temperature=1.0, guidance=2.0):
     return Sampling.of([5, 6, 7], guidance=guidance, temperature=temperature)
 
 
+def sampling_for(target):
+    return sampling(guidance=2.0 if own_null(target, PROMPTS[0]) else 1.0)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "tree", "decoder_layers"])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
@@ -120,6 +158,10 @@ def test_logits_are_the_models_own(targets, family, attention):
     """A prompt is read, a tree after images of different lengths, and a token after the committed nodes."""
     target = targets(family)
     assert isinstance(target, TargetModel) and isinstance(target.new_cache(1, 1), ModelCache)
+    if attention == "decoder_layers" and family == "glm":
+        with pytest.raises(ValueError, match="model must have layers as Llama, Emu3 or Chameleon have them, unchanged"):
+            target.use_decoder_layers()
+        return
     if attention == "decoder_layers":
         target.use_decoder_layers()
     elif attention == "tree":
@@ -127,8 +169,8 @@ def test_logits_are_the_models_own(targets, family, attention):
     else:
         target.decoder.set_attn_implementation(attention)
     condition, padding_mask = cfg_inputs(target, *target.condition(PROMPTS))
-    cache, L = target.new_cache(2 * B, S + 16 + 6), 5
-    prompts = [*PROMPTS, *(own_null(target, prompt) for prompt in PROMPTS)]
+    cache, L = target.new_cache(len(condition), S + 16 + 6), 5
+    prompts = [*PROMPTS, *filter(None, (own_null(target, prompt) for prompt in PROMPTS))]
     drawn, counts, drafts = tokens_of(target, L), [5, 2, 3], torch.tensor([[1, 2, 3, 4, 5, 6]]).repeat(B, 1)
     logits = target.logits(target.prefill(condition, padding_mask, cache)[:, -1:])
 
@@ -140,15 +182,15 @@ def test_logits_are_the_models_own(targets, family, attention):
         assert logits.dtype == torch.float32 and logits.shape[2] == target.vocab_size
 
     check(logits, 0, [], [], [])
-    both, causal = torch.cat([drawn, drawn]), tree_links(torch.arange(-1, L - 1)[None].int()).ancestors
+    causal = tree_links(torch.arange(-1, L - 1)[None].int()).ancestors
     nodes = Nodes(torch.arange(L)[None], torch.full((B,), S), causal.expand(B, -1, -1), padding_mask, S + L)
-    target.extend(both, nodes, cache)  # all five of each; after the counts the trees are written over them
+    target.extend(nodes.of_rows(drawn), nodes, cache)  # all five of each; trees are written over some
 
     links = tree_links(torch.tensor([[-1, 0, 0, 1, 1, 2]], dtype=torch.int32).repeat(B, 1))
     lengths = torch.tensor(counts) + S - 1                             # the newest token is the root
     drafts[:, 0] = drawn[torch.arange(B), torch.tensor(counts) - 1]
     nodes = Nodes(links.depth, lengths, links.ancestors, padding_mask, S + L + 6)
-    logits = target.logits(target.extend(torch.cat([drafts, drafts]), nodes, cache))
+    logits = target.logits(target.extend(nodes.of_rows(drafts), nodes, cache))
     for node, path in enumerate(([], [2], [3], [2, 4], [2, 5], [3, 6])):
         check(logits, node, *([*drawn[b, :n].tolist(), *path] for b, n in enumerate(counts)))
 
@@ -159,7 +201,7 @@ def test_logits_are_the_models_own(targets, family, attention):
     nodes = Nodes(torch.zeros(1, 1, dtype=torch.int64), lengths + 1 + num_accepted, itself, padding_mask, S + L + 6)
     num_calls = []
     hook = target.decoder.register_forward_hook(lambda *_: num_calls.append(1))
-    logits = target.logits(target.extend(torch.full((2 * B, 1), 9), nodes, cache))
+    logits = target.logits(target.extend(torch.full((len(prompts), 1), 9), nodes, cache))
     hook.remove()
     assert len(num_calls) == (attention != "decoder_layers")
     check(logits, 0, *([*drawn[b, :n].tolist(), *path, 9] for b, (n, path) in enumerate(zip(counts, paths))))
@@ -169,7 +211,7 @@ def test_logits_are_the_models_own(targets, family, attention):
 
 def written_out(target, settings):
     """The baseline by transformers alone: every image by itself, without a cache, without padding, without a mask."""
-    L = target.grid[0] * target.grid[1]
+    L = num_tokens(target)
     images = []
     for b, prompt in enumerate(PROMPTS):
         image, null = [], own_null(target, prompt)
@@ -177,7 +219,7 @@ def written_out(target, settings):
             if target.has_newline and i % target.grid[1] == target.grid[1] - 1:
                 image.append(C)
                 continue
-            rows = (own_logits(target, p, image)[-1][None, None] for p in (prompt, null))
+            rows = (p and own_logits(target, p, image)[-1][None, None] for p in (prompt, null))
             one = settings[[b]]
             image.append(draw_tokens(*rows, one.guidance, one.temperature, one.top_k, one.top_p, one.seeds,
                                      torch.tensor([[i]])).tokens.item())
@@ -203,10 +245,11 @@ def decoded(target, draft, m, settings, neighbors=None, **more):
 def test_every_method_draws_what_transformers_alone_would(targets, family):
     """Batches of prompts of different lengths, with guidance. The target itself drafts, or another model."""
     target, other = targets(family), targets(family, 1)
-    settings = sampling()
+    settings = sampling_for(target)
     baseline = decode(target, *target.condition(PROMPTS), settings)
     assert torch.equal(baseline.tokens, written_out(target, settings))
-    assert not torch.equal(baseline.tokens, decode(target, *target.condition(PROMPTS), sampling(guidance=1.0)).tokens)
+    unguided = decode(target, *target.condition(PROMPTS), sampling(guidance=1.0)).tokens
+    assert torch.equal(baseline.tokens, unguided) == (family == "glm")
     for m in SAME:
         result = decoded(target, target, m, settings)
         assert torch.equal(result.tokens, baseline.tokens), m.label
@@ -249,6 +292,40 @@ def test_greedy_emu3_is_its_own_generate(targets):
     assert len(expected.unique()) > 3
 
 
+@needs_glm_image
+def test_greedy_glm_image_is_its_own_generate(targets):
+    """Its rope index has the positions, and its loop the tokens; prompts of different lengths are padded."""
+    target = targets("glm")
+    ids, is_real = target.padded(PROMPTS)
+    own = target.model.generate(input_ids=torch.where(is_real, ids, 0), attention_mask=is_real.long(),
+                                image_grid_thw=torch.tensor(GRIDS * B), images_per_sample=torch.tensor([2] * B),
+                                max_new_tokens=14, do_sample=False, suppress_tokens=[10, 11, 12])
+    tokens = decode(target, *target.condition(ids, is_real), sampling(0.0, 1.0)).tokens
+    assert torch.equal(own[:, S:], target.ids_of(tokens)) and len(tokens.unique()) > 4
+    assert torch.equal(target.codes_of(tokens), own[:, S + 6:].view(B, 2, 4))
+
+
+@needs_glm_image
+def test_what_glm_image_refuses(targets):
+    target, model = targets("glm"), targets("glm").model
+    for grids in ([], [1, 2, 3], GRIDS[:1], [*GRIDS, *GRIDS[:1]], [*GRIDS, GRIDS[0], [1, 3, 3]], [[1, 2], [1, 2]],
+                  [[2, 2, 4], [1, 2, 3]], [[1, 2, 4], [1, 0, 3]]):
+        with pytest.raises(ValueError, match="image_grid_thw must be 1, rows, columns of the picture and of its prev"):
+            GLMImage(model, S, grids)
+    assert torch.equal(GLMImage(model, S, torch.tensor(GRIDS * B)).axes, target.axes)
+    for prompt in ([1, 20, 21], [1, 7, 20, 11, 21, 7]):
+        with pytest.raises(ValueError, match=r"prompts must end with 7, which begins an image, and have no picture, "
+                           rf"whose end is 11: both grids of image_grid_thw are drawn; got \{prompt}"):
+            target.condition([[1, 7], prompt])
+    with pytest.raises(ValueError, match="guidance must be 1 for GLMImage, which has nothing to measure it against, "
+                       "got 1.5"):
+        decode(target, *target.condition(PROMPTS), sampling(guidance=[1.0, 1.5, 1.0]))
+    with pytest.raises(ValueError, match="prefix_len, grid and the number of ids must be at least 1, got 0, "):
+        GLMImage(model, 0, GRIDS)
+    with pytest.raises(ValueError, match="model must have a decoder of codes .* GlmImageForCond.* has none"):
+        target.pictures(tokens_of(target, 14))
+
+
 def test_pictures_and_what_tokens_stand_for(targets):
     for family, size in (("emu3", (8, 6)), ("janus", (8, 8))):
         target = targets(family)
@@ -284,35 +361,60 @@ class Processor:
         longest = max(map(len, ids))
         return {"input_ids": torch.tensor([row + [0] * (longest - len(row)) for row in ids]),  # padded on the right
                 "attention_mask": torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids]),
-                "image_sizes": [[3, 4]] * len(text)}
+                "image_sizes": [[3, 4]] * len(text), "image_grid_thw": torch.tensor(GRIDS * len(text)),
+                "images_per_sample": torch.tensor([2] * len(text))}
 
     def encode(self, text, **_):
         return [20 + len(word) for word in str(text).split()][:6]
 
-    def apply_chat_template(self, chat, **_):
-        return chat[0]["content"][0]["text"]
+    def apply_chat_template(self, chat, tokenize=False, **_):
+        return self([c[0]["content"][0]["text"] for c in chat]) if tokenize else chat[0]["content"][0]["text"]
+
+
+class Pipe:
+    """It replaces GlmImagePipeline of diffusers: it checks or draws the codes, and its pictures are empty."""
+
+    @classmethod
+    def from_pretrained(cls, _, vision_language_encoder, **__):
+        pipe = cls()
+        pipe.vision_language_encoder = vision_language_encoder
+        return pipe
+
+    def __call__(self, prompt, height, width, prior_token_ids=None):
+        if prior_token_ids is None:
+            inputs = dict(input_ids=torch.tensor([[1, 20, 7]]), image_grid_thw=torch.tensor(GRIDS))
+            tokens = self.vision_language_encoder.generate(**inputs, max_new_tokens=15, do_sample=True)
+            assert tokens.shape == (1, 18) and tokens[:, 3:].max() < C
+        else:
+            image = torch.nn.functional.interpolate(prior_token_ids.view(-1, 1, 4, 8).float(), scale_factor=0.5)
+            assert torch.equal(prior_token_ids.view(-1, 1, 4, 8), image.repeat_interleave(2, 2).repeat_interleave(2, 3))
+        return SimpleNamespace(images=[Image.new("RGB", (8, 8))])
 
 
 def test_the_programs_of_the_page_run(monkeypatch, tmp_path):
     """As they are, but with tiny models in place of the published ones, and with small pictures of Chameleon's."""
     monkeypatch.chdir(tmp_path)
     models = {"Chameleon": chameleon_model, "Emu3": emu3_model, "Janus": janus_model}
+    models |= {"GlmImage": glm_image_model} if HAS_GLM_IMAGE else {}
+    monkeypatch.setitem(sys.modules, "diffusers", SimpleNamespace(GlmImagePipeline=Pipe))
     for name, make in models.items():
         monkeypatch.setattr(getattr(transformers, f"{name}ForConditionalGeneration"), "from_pretrained",
                             lambda _, make=make, **__: make(0))
-    for name in ("JanusProcessor", "Emu3Processor", "AutoTokenizer"):
-        monkeypatch.setattr(getattr(transformers, name), "from_pretrained", lambda _: Processor())
+    for name in ("JanusProcessor", "Emu3Processor", "AutoTokenizer", *["GlmImageProcessor"] * HAS_GLM_IMAGE):
+        monkeypatch.setattr(getattr(transformers, name), "from_pretrained", lambda _, **__: Processor())
     page = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
     blocks = re.findall(r"^```text\n(.*?)^```", page, re.S | re.M)
-    assert len(blocks) == 6
-    names = {"lumina_mgpt": lumina_mgpt}
-    for block in blocks:
+    assert len(blocks) == 9
+    names, pictures = {"lumina_mgpt": lumina_mgpt}, {"0.png", "1.png", "heart.png"}
+    for block in blocks[:None if HAS_GLM_IMAGE else 6]:
         exec(block.replace("prefix_len=128)", "prefix_len=128, grid=(2, 4))").replace("k=100", "k=5")
-             .replace(", 100, normalize", ", 5, normalize"), names)
+             .replace(", 100, normalize", ", 5, normalize").replace("16384", "10"), names)
         assert names["decoded"].tau.min() >= 1
-    assert {path.name for path in tmp_path.iterdir()} == {"0.png", "1.png", "heart.png"}
-    assert names["codes"].shape == (2, 2, 4) and names["condition"].shape == (2, 128, 64)
-    assert names["prompts"][0][-4:] == [8710, 8197, 8828, 8828]
+        if block == blocks[5]:
+            assert names["codes"].shape == (2, 2, 4) and names["condition"].shape == (2, 128, 64)
+            assert names["prompts"][0][-4:] == [8710, 8197, 8828, 8828]
+    pictures |= {"red heart.png", "zebra.png"} if HAS_GLM_IMAGE else set()
+    assert {path.name for path in tmp_path.iterdir()} == pictures and names["codes"].shape == (2, 2, 4)
 
 
 def test_changed_layers_are_read_by_modules(targets):

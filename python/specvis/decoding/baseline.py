@@ -21,7 +21,7 @@ from .driver import (
     round_up,
 )
 from .requests import check_known_tokens, check_request
-from .sampling import Sampling, cfg_inputs, repeat_for_cfg
+from .sampling import Sampling, cfg_inputs
 from .trees import chain_ancestors
 
 
@@ -57,11 +57,11 @@ def baseline_step(state: "BaselineState", sampling: Sampling) -> None:
     """Read the newest token of every image, and draw the next one."""
     lengths = state.position[:, 0] + (state.target.prefix_len - 1)
     nodes = Nodes(state.depth, lengths, state.itself, state.padding_mask, state.graph_key)
-    draw_next(state, sampling, state.target.extend(repeat_for_cfg(state.newest), nodes, state.cache))
+    draw_next(state, sampling, state.target.extend(nodes.of_rows(state.newest), nodes, state.cache))
 
 
 def draw_next(state: "BaselineState", sampling: Sampling, hidden: Tensor) -> None:
-    """Draw the next token of every image from hidden states (2B, 1, H), unless it is known."""
+    """Draw the next token of every image from hidden states (R, 1, H), unless it is known."""
     drawn = sampling.draw(state.target, hidden, state.position)
     tokens = drawn.tokens
     if state.is_ragged:
@@ -79,11 +79,11 @@ class BaselineState:
 
     def __init__(self, target: TargetModel, padding_mask: Tensor, known_tokens: Tensor | None, num_known: list[int],
                  log_probs: Tensor | None):
-        """padding_mask (2B, S) bool; log_probs as `new_log_probs` gives them"""
+        """padding_mask (R, S) bool; log_probs as `new_log_probs` gives them"""
         B, L, device = len(num_known), num_tokens(target), padding_mask.device
         self.target, self.padding_mask, self.num_tokens = target, padding_mask, L
         self.num_columns, self.num_known, self.can_replay = target.prefix_len + L, num_known, can_replay(target)
-        self.cache = new_cache(target, 2 * B, self.num_columns)
+        self.cache = new_cache(target, len(padding_mask), self.num_columns)
         self.tokens = torch.full((B, L), -1, dtype=torch.int64, device=device)  # -1: not known
         if known_tokens is not None:
             self.tokens[:, :known_tokens.shape[1]] = known_tokens

@@ -1,6 +1,6 @@
 """Who drafts: EAGLE's head, which reads the target's hidden states, or a model that reads the tokens alone.
 
-Both are `models.interface.DraftModel`s: row b of 2B has the condition of request b, row B + b has none.
+Both are `models.interface.DraftModel`s: row b of R has the condition of request b; row B + b, if any, has none.
 """
 from copy import copy
 
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..models.eagle import EagleHead
-from ..models.interface import ModelCache, Nodes, TargetModel
+from ..models.interface import ModelCache, Nodes, TargetModel, has_guidance
 from ..models.layers import Cache
 from ..models.llamagen import GPT, condition_nodes
-from .batch_state import pairs
+from .batch_state import model_rows
 from .driver import can_replay
 
 
@@ -39,7 +39,8 @@ class EagleDraftModel:
 
     def select(self, requests: list[int]) -> "EagleDraftModel":
         other = copy(self)
-        other.padding_mask = self.padding_mask[pairs(requests, len(self.padding_mask) // 2)]
+        num_rows = len(self.padding_mask)
+        other.padding_mask = self.padding_mask[model_rows(requests, num_rows // 2, num_rows)]
         return other
 
     def new_cache(self, columns: int) -> Cache:
@@ -62,14 +63,15 @@ class SmallDraftModel:
     """
 
     def __init__(self, model: TargetModel, condition: Tensor, padding_mask: Tensor):
-        """What `cfg_inputs` gives for this model: condition (2B, S, dim), padding_mask (2B, S) bool."""
+        """What `cfg_inputs` gives for this model: condition (R, S, dim), padding_mask (R, S) bool."""
         self.model, self.condition, self.padding_mask = model, condition, padding_mask
         self.logits, self.prefix_len, self.can_replay = model.logits, model.prefix_len, can_replay(model)
         self.grid, self.vocab_size = model.grid, model.vocab_size
 
     def select(self, requests: list[int]) -> "SmallDraftModel":
-        both = pairs(requests, len(self.padding_mask) // 2)
-        return SmallDraftModel(self.model, self.condition[both], self.padding_mask[both])
+        num_rows = len(self.padding_mask)
+        rows = model_rows(requests, num_rows // (1 + has_guidance(self.model)), num_rows)
+        return SmallDraftModel(self.model, self.condition[rows], self.padding_mask[rows])
 
     def new_cache(self, columns: int) -> ModelCache:
         return self.model.new_cache(len(self.padding_mask), columns)

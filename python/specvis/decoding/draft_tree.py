@@ -7,11 +7,11 @@ from torch import Tensor
 
 from specvis_kernels import TreeLinksResult, draft_children, draft_frontier, philox_uniforms, select_tree, tree_links
 
-from ..models.interface import DraftModel, Nodes, TargetModel, id_range, num_tokens
+from ..models.interface import DraftModel, Nodes, TargetModel, id_range, num_tokens, rows_and_columns
 from ..models.threads import cat, copy
 from .batch_state import BatchState
 from .methods import Method
-from .sampling import DRAFT, SHAPE, Sampling, repeat_for_cfg, take_nodes
+from .sampling import DRAFT, SHAPE, Sampling, split_rows, take_nodes
 from .trees import Shapes, StaticTree, chain_ancestors, static_tree
 
 
@@ -28,8 +28,8 @@ class DraftTree:
 class DraftState(BatchState, ABC):
     """State of the draft model for B requests, including its logits for the next token.
 
-    After `extend` it holds the draft model's hidden state (2B, 1, H) at the newest token of each request, and its
-    logits (2B, 1, V) for the next token. A tree is drafted from these.
+    After `extend` it holds the draft model's hidden state (R, 1, H) at the newest token of each request, and its
+    logits (R, 1, V) for the next token. A tree is drafted from these.
     """
 
     ROWS, PAIRS, PARTS, CACHES = ("uniforms",), ("hidden", "logits", "padding_mask"), ("sampling", "shapes"), ("cache",)
@@ -57,6 +57,10 @@ class DraftState(BatchState, ABC):
         self.chain = chain_ancestors(len(seeds), max_depth + 1, seeds.device)
         self.hidden, self.logits = None, None
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.padding_mask)
+
     @abstractmethod
     def draft(self, root: Tensor, counts: Tensor, max_count: int, max_depth: int, max_width: int) -> DraftTree:
         """The next trees.
@@ -69,7 +73,7 @@ class DraftState(BatchState, ABC):
         """
 
     def prefill(self, hidden: Tensor) -> None:
-        """Read the conditions; hidden (2B, S, H): the target's states at them."""
+        """Read the conditions; hidden (R, S, H): the target's states at them."""
         self.draft_model.prefill(hidden, self.cache)
 
     def extend(self, new_tokens: Tensor, previous_hidden: Tensor, counts: Tensor, num_new: Tensor,
@@ -78,7 +82,7 @@ class DraftState(BatchState, ABC):
 
         Args:
             new_tokens:      (B, A) int64  the new tokens of each request, padding follows them
-            previous_hidden: (2B, A, H)    the target's hidden state before each
+            previous_hidden: (R, A, H)     the target's hidden state before each
             counts:          (B,) int64    how many tokens each request had before; of a finished one at most L
             num_new:         (B,) int64    how many of `new_tokens` are new, at least 1
             max_count:       the largest of `counts` of the images that go on
@@ -88,7 +92,7 @@ class DraftState(BatchState, ABC):
         depths, ancestors = (self.depths, self.chain) if is_step else (
             torch.arange(A, device=counts.device)[None], chain_ancestors(B, A, counts.device))
         nodes = self.nodes(depths, counts + self.draft_model.prefix_len, ancestors, max_count + A)
-        hidden = self.draft_model.extend(repeat_for_cfg(new_tokens), previous_hidden, nodes, self.cache)
+        hidden = self.draft_model.extend(nodes.of_rows(new_tokens), previous_hidden, nodes, self.cache)
         hidden = take_nodes(hidden, (num_new - 1)[:, None])
         logits = self.draft_model.logits(hidden)
         if self.hidden is None:
@@ -111,11 +115,11 @@ class DraftState(BatchState, ABC):
 
         Args:
             tokens:          (B, F) int64  the drafts
-            previous_hidden: (2B, F, H)    the draft model's hidden states at their parents
+            previous_hidden: (R, F, H)     the draft model's hidden states at their parents
         Returns:
-            hidden states (2B, F, H), logits (2B, F, V) of their children
+            hidden states (R, F, H), logits (R, F, V) of their children
         """
-        hidden = self.draft_model.extend(repeat_for_cfg(tokens), previous_hidden, nodes, self.cache)
+        hidden = self.draft_model.extend(nodes.of_rows(tokens), previous_hidden, nodes, self.cache)
         return hidden, self.draft_model.logits(hidden)
 
 
@@ -200,10 +204,10 @@ class StaticDraftState(DraftState):
             ids = self.id_range(counts, depth, F)
             if self.seed_exact:
                 by = {"seeds": self.sampling.seeds, "positions": (newest + depth).expand(-1, F), "num_children": K}
-                children = draft_children(*logits.chunk(2), None, *self.settings, id_range=ids, **by)
+                children = draft_children(*split_rows(logits, B), None, *self.settings, id_range=ids, **by)
             else:
                 with_these = uniforms[depth - 1].view(B, F, K)
-                children = draft_children(*logits.chunk(2), with_these, *self.settings, id_range=ids)
+                children = draft_children(*split_rows(logits, B), with_these, *self.settings, id_range=ids)
                 rows.append(children.probs)
             drawn.append(children.tokens.view(B, F * K))
             if len(level.inner):
@@ -240,8 +244,8 @@ class DynamicDraftState(DraftState):
         num_candidates = 0
         for level in range(1, max_depth + 1):
             first = 1 + (level - 1) * K                                          # of the next frontier's nodes
-            grown = draft_frontier(*logits.chunk(2), scores, ancestors, candidates, width, self.shapes.depth,
-                                   *self.settings, num_children=K, level=level, first_node=first,
+            grown = draft_frontier(*split_rows(logits, len(root)), scores, ancestors, candidates, width,
+                                   self.shapes.depth, *self.settings, num_children=K, level=level, first_node=first,
                                    first_candidate=num_candidates,
                                    id_range=self.id_range(counts, level, logits.shape[1]))
             levels.append((grown.child_tokens, grown.child_scores, grown.child_parents))
@@ -261,7 +265,7 @@ class DynamicDraftState(DraftState):
 def new_draft_state(draft_model: DraftModel, sampling: Sampling, methods: list[Method],
                     target: TargetModel) -> DraftState:
     """The state of the draft model for these methods, one for each request and all of one `Method.family`."""
-    base, seeds, grid = methods[0], sampling.seeds, target.grid
+    base, seeds, sizes = methods[0], sampling.seeds, (rows_and_columns(target.grid)[1], num_tokens(target))
 
     def of_each(value, dtype=torch.int64):
         return torch.tensor([value(m) for m in methods], dtype=dtype, device=seeds.device)
@@ -270,10 +274,10 @@ def new_draft_state(draft_model: DraftModel, sampling: Sampling, methods: list[M
     if base.drafting == "static":
         plan = StaticPlan(static_tree(base.drafts.tree), len(methods), seeds.device)
         max_depth = of_each(lambda m: m.max_depth)
-        shapes = Shapes(max_depth, max_depth, max_depth, grid)
+        shapes = Shapes(max_depth, max_depth, max_depth, *sizes)
         return StaticDraftState(draft_model, target, sampling, draft_guidance, shapes, plan, base.seed_exact)
     shapes = Shapes(of_each(lambda m: m.drafts.depth), of_each(lambda m: m.drafts.width),
-                    of_each(lambda m: m.drafts.nodes - 1), grid, base.drafts.adaptation,
+                    of_each(lambda m: m.drafts.nodes - 1), *sizes, base.drafts.adaptation,
                     philox_uniforms(seeds, num_tokens(target), 2, stream=SHAPE))
     deepest, widest = max(m.max_depth for m in methods), max(m.max_width for m in methods)
     return DynamicDraftState(draft_model, target, sampling, draft_guidance, shapes, 1 + deepest * widest, deepest,

@@ -23,7 +23,7 @@ from ..models.interface import ModelCache, Nodes, TargetModel
 from ..models.layers import Cache
 from .batch_state import BatchState
 from .decoded import Decoded, Finished, LogProbs, Observer, Progress, Step
-from .sampling import Sampling, repeat_for_cfg
+from .sampling import Sampling
 from .trees import chain_ancestors
 
 POLL = {"cpu": 1}  # how many steps the host runs between two looks at the device
@@ -53,18 +53,22 @@ class RunningBatch(BatchState):
     def __init__(self, settings, num_known: list[int], num_columns: int, has_bound: Tensor):
         """
         Args:
-            settings:    what a step does not change; it has `target`, `sampling` and `num_tokens`
+            settings:    what a step does not change; it has `target`, `sampling`, `padding_mask` and `num_tokens`
             num_known:   how many tokens of each image are known
             num_columns: of the target's cache
             has_bound:   (B,) bool  for which images `tv_bound` is known
         """
         device = settings.sampling.seeds.device
         self.settings, self.num_columns, self.poll = settings, num_columns, POLL.get(device.type, USUAL_POLL)
-        self.cache = new_cache(settings.target, 2 * len(num_known), num_columns)
+        self.cache = new_cache(settings.target, self.num_rows, num_columns)
         self.num_known = torch.tensor(num_known, device=device)
         self.tv_excess = torch.zeros(len(num_known), device=device)
         self.tv_bound = torch.where(has_bound, 0.0, torch.nan)
         self.host_counts, self.num_steps = list(num_known), 0
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.settings.padding_mask)
 
     @property
     def can_replay(self) -> bool:
@@ -160,10 +164,10 @@ def read_known(target: TargetModel, condition: Tensor, padding_mask: Tensor, kno
     """Read the conditions and the known tokens, and copy these into `tokens`: the forward before anything is drawn.
 
     Args:
-        condition:    (2B, S, dim), padding_mask (2B, S) bool
+        condition:    (R, S, dim), padding_mask (R, S) bool
         known_tokens: (B, K) int64  the first tokens; where fewer are known, padding follows them. None: K is 0
     Returns:
-        (2B, S + K, H) hidden states
+        (R, S + K, H) hidden states
     """
     hidden, S = target.prefill(condition, padding_mask, cache), condition.shape[1]
     if known_tokens is None or known_tokens.shape[1] == 0:
@@ -172,7 +176,7 @@ def read_known(target: TargetModel, condition: Tensor, padding_mask: Tensor, kno
     tokens[:, :K] = known_tokens.clamp(min=0)
     nodes = Nodes(torch.arange(K, device=device)[None], torch.full((B,), S, device=device),
                   chain_ancestors(B, K, device), padding_mask, S + K)
-    return torch.cat([hidden, target.extend(repeat_for_cfg(tokens[:, :K]), nodes, cache)], 1)
+    return torch.cat([hidden, target.extend(nodes.of_rows(tokens[:, :K]), nodes, cache)], 1)
 
 
 def new_log_probs(sampling: Sampling, width: int) -> Tensor | None:

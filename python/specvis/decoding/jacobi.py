@@ -42,7 +42,7 @@ from .facts import check_causal, facts_of
 from .method_parts import USUAL_WINDOW
 from .methods import METHODS, Method
 from .requests import Requests, check_batch, checked_requests
-from .sampling import Sampling, repeat_for_cfg, take_nodes
+from .sampling import Sampling, take_nodes
 from .trees import chain_ancestors
 from .window import TAU, timed_window
 
@@ -208,7 +208,7 @@ class JacobiState(RunningBatch):
 
 
 def prefill(state: JacobiState, settings: JacobiSettings, condition: Tensor, known_tokens: Tensor | None) -> None:
-    """Read the conditions (2B, S, dim) and the known tokens, draw the next token, and make the first guesses.
+    """Read the conditions (R, S, dim) and the known tokens, draw the next token, and make the first guesses.
 
     A position's first guess is from the row above it, as far as there is one, and else from the newest row.
     """
@@ -269,12 +269,12 @@ def draft(state: JacobiState, settings: JacobiSettings) -> Chain:
 
 
 def target_forward(state: JacobiState, settings: JacobiSettings, chain: Chain) -> Tensor:
-    """Read all nodes of the chains at once: (2B, N, H). A guess that is kept is in its column of the cache already."""
+    """Read all nodes of the chains at once: (R, N, H). A guess that is kept is in its column of the cache already."""
     N, S = chain.tokens.shape[1], settings.prefix_len
     columns = min(S - 1 + state.graph_key.max_count + N, state.num_columns)
     nodes = Nodes(settings.depths[:, :N], chain.counts + (S - 1), settings.ancestors[:, :N], settings.padding_mask,
                   columns)
-    return settings.target.extend(repeat_for_cfg(chain.tokens), nodes, state.cache)
+    return settings.target.extend(nodes.of_rows(chain.tokens), nodes, state.cache)
 
 
 def verify(state: JacobiState, settings: JacobiSettings, chain: Chain, hidden: Tensor) -> DrawTokensResult | Coupled:
@@ -334,7 +334,7 @@ def guess_new(state: JacobiState, settings: JacobiSettings, hidden: Tensor, coun
               n: int) -> None:
     """Guess the n positions after `last` (B,). Some of them enter the windows after a step from `counts` (B,) on.
 
-    hidden (2B, N, H): the hidden states of the step's nodes.
+    hidden (R, N, H): the hidden states of the step's nodes.
     """
     if state.coupling:
         positions, tokens = state.coupling.first_guesses(counts[:, None], last[:, None], n)

@@ -1,15 +1,16 @@
 """Requests for images of discrete tokens, and all checks of them, before a model reads anything.
 
 Every request of a batch has a seed, a guidance and a temperature of its own. It is one pair of model rows: row b reads
-the condition, row B + b reads none, and guidance moves the probabilities from the second towards the first.
+the condition, row B + b reads none, and guidance moves the probabilities from the second towards the first. Of a model
+without guidance it is row b alone.
 """
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..models.interface import DraftModel, TargetModel, id_range, num_tokens, rows_and_columns
-from .batch_state import pairs
+from ..models.interface import DraftModel, TargetModel, has_guidance, id_range, num_tokens, rows_and_columns
+from .batch_state import model_rows
 from .decoded import Observer
 from .methods import Method, one_each
 from .sampling import Sampling, cfg_inputs
@@ -19,8 +20,8 @@ from .sampling import Sampling, cfg_inputs
 class Requests:
     """B requests that have passed all checks. A list of numbers selects some of them."""
 
-    condition: Tensor            # (2B, S, dim)  with the null condition in the second half
-    padding_mask: Tensor         # (2B, S) bool  True where the condition is real
+    condition: Tensor            # (R, S, dim)   as `cfg_inputs` gives them
+    padding_mask: Tensor         # (R, S) bool   True where the condition is real
     sampling: Sampling
     methods: list[Method]        # all of one family
     known_tokens: Tensor | None  # (B, K) int64  the first tokens of each image, -1 after them
@@ -30,8 +31,8 @@ class Requests:
         return len(self.methods)
 
     def __getitem__(self, numbers: list[int]) -> "Requests":
-        both, known_tokens = pairs(numbers, len(self)), self.known_tokens
-        return Requests(self.condition[both], self.padding_mask[both], self.sampling[numbers],
+        rows, known_tokens = model_rows(numbers, len(self), len(self.condition)), self.known_tokens
+        return Requests(self.condition[rows], self.padding_mask[rows], self.sampling[numbers],
                         [self.methods[i] for i in numbers], None if known_tokens is None else known_tokens[numbers],
                         [self.num_known[i] for i in numbers])
 
@@ -66,6 +67,9 @@ def check_request(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
                               ("sampling", sampling, Sampling)):
         if not isinstance(value, kind):
             raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+    if not has_guidance(target) and (sampling.guidance != 1).any():
+        raise ValueError(f"guidance must be 1 for {type(target).__name__}, which has nothing to measure it against, "
+                         f"got {sampling.guidance[sampling.guidance != 1][0].item():g}")
     null = target.null_condition(1)
     S, dim = null.shape[1:]
     if target.prefix_len != S:
@@ -121,16 +125,17 @@ def check_known_tokens(known_tokens: Tensor | None, batch: int, target: TargetMo
 
 
 def check_draft_model(target: TargetModel, draft_model: DraftModel, condition: Tensor) -> None:
-    """Raise ValueError unless a draft model has both rows of each condition (B, S, dim) and is of the target's kind."""
+    """Raise ValueError unless a draft model has the rows of each condition (B, S, dim) and is of the target's kind."""
     for name, same in (("grid", rows_and_columns), ("vocab_size", int)):
         if same(getattr(draft_model, name, getattr(target, name))) != same(getattr(target, name)):
             raise ValueError(f"draft_model.{name} must be the target's, {getattr(target, name)}, "
                              f"got {getattr(draft_model, name)}")
-    mask, wanted = draft_model.padding_mask, (2 * len(condition), draft_model.prefix_len)
+    rows = 1 + has_guidance(target)
+    mask, wanted = draft_model.padding_mask, (rows * len(condition), draft_model.prefix_len)
     if mask.dtype != torch.bool or mask.shape != wanted or mask.device != condition.device:
         raise ValueError(f"draft_model.padding_mask must be bool (R={wanted[0]}, prefix_len={wanted[1]}) on "
-                         f"{condition.device}, two rows a request, got {str(mask.dtype)[6:]} {tuple(mask.shape)} on "
-                         f"{mask.device}")
+                         f"{condition.device}, {rows} for each request, got {str(mask.dtype)[6:]} {tuple(mask.shape)} "
+                         f"on {mask.device}")
 
 
 def check_batch(batch: int | None, methods: list[Method], observe: Observer | None, target: TargetModel,

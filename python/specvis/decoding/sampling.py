@@ -15,7 +15,7 @@ from specvis_kernels import (
     token_log_probs,
 )
 
-from ..models.interface import DraftModel, TargetModel, id_range
+from ..models.interface import DraftModel, TargetModel, has_guidance, id_range
 from ..models.threads import in_parts
 from .batch_state import BatchState
 from .limits import MAX_NUMBER, MAX_TOP_K, count_within, is_count, is_number
@@ -80,19 +80,20 @@ class Sampling(BatchState):
 
     def probs(self, model: TargetModel | DraftModel, hidden: Tensor,
               positions: Tensor | None = None) -> GuidedProbsResult:
-        """Hidden states (2B, N, dim) -> guided probabilities (B, N, V) and their status (B, N).
+        """Hidden states (R, N, dim) -> guided probabilities (B, N, V) and their status (B, N).
 
         positions (B, N) int64: in the image, of the token after each; None: any id is allowed
         """
         return self.of_logits(model.logits(hidden), None if positions is None else id_range(model, positions))
 
     def of_logits(self, logits: Tensor, ids: Tensor | None = None) -> GuidedProbsResult:
-        """Logits (2B, N, V) -> guided probabilities (B, N, V) and their status (B, N). ids: see `id_range`"""
-        return guided_probs(*logits.chunk(2), self.guidance, self.temperature, self.top_k, self.top_p, id_range=ids)
+        """Logits (R, N, V) -> guided probabilities (B, N, V) and their status (B, N). ids: see `id_range`"""
+        return guided_probs(*split_rows(logits, len(self.seeds)), self.guidance, self.temperature, self.top_k,
+                            self.top_p, id_range=ids)
 
     def draw(self, model: TargetModel, hidden: Tensor, positions: Tensor, guesses: Tensor | None = None,
              ahead: int = 0) -> DrawTokensResult:
-        """The target's own draws from hidden states (2B, N, dim), for the positions (B, N) int64 in the image.
+        """The target's own draws from hidden states (R, N, dim), for the positions (B, N) int64 in the image.
 
         guesses (B, N) int64 and ahead: see `draw_tokens`
         """
@@ -100,15 +101,16 @@ class Sampling(BatchState):
 
     def draw_from(self, logits: Tensor, positions: Tensor, ids: Tensor | None = None, guesses: Tensor | None = None,
                   ahead: int = 0) -> DrawTokensResult:
-        """The target's own draws from logits (2B, N, V). ids (B, N, 2): see `id_range`"""
-        return draw_tokens(*logits.chunk(2), self.guidance, self.temperature, self.top_k, self.top_p, self.seeds,
-                           positions, id_range=ids, guesses=guesses, ahead=ahead, log_probs=self.log_probs)
+        """The target's own draws from logits (R, N, V). ids (B, N, 2): see `id_range`"""
+        return draw_tokens(*split_rows(logits, len(self.seeds)), self.guidance, self.temperature, self.top_k,
+                           self.top_p, self.seeds, positions, id_range=ids, guesses=guesses, ahead=ahead,
+                           log_probs=self.log_probs)
 
     def log_probs_of(self, logits: Tensor, tokens: Tensor, ids: Tensor | None = None,
                      rows: Tensor | None = None) -> TokenLogProbsResult:
-        """Of tokens (B, K) int64 in logits (2B, N, V). ids (B, N, 2): see `id_range`; rows: see `token_log_probs`"""
-        return token_log_probs(*logits.chunk(2), self.guidance, self.temperature, self.top_k, self.top_p, tokens,
-                               rows=rows, id_range=ids)
+        """Of tokens (B, K) int64 in logits (R, N, V). ids (B, N, 2): see `id_range`; rows: see `token_log_probs`"""
+        return token_log_probs(*split_rows(logits, len(self.seeds)), self.guidance, self.temperature, self.top_k,
+                               self.top_p, tokens, rows=rows, id_range=ids)
 
     @property
     def greedy(self) -> Tensor:
@@ -128,18 +130,26 @@ def check_seeds(seeds: list[int]) -> None:
 def cfg_inputs(model: TargetModel, condition: Tensor, padding_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Stack the null condition below the conditions: under the same mask, as LlamaGen does, or as `null_inputs` says.
 
-    Classifier-free guidance reads every request twice: row b of 2B reads its condition, row B + b reads none.
+    Classifier-free guidance reads every request twice: row b of R = 2B reads its condition, row B + b reads none. A
+    model without guidance reads it once: R = B.
 
     Args:
         condition:    (B, S, dim)
         padding_mask: (B, S) bool  True where the condition is real
     Returns:
-        condition (2B, S, dim), padding_mask (2B, S)
+        condition (R, S, dim), padding_mask (R, S)
     """
+    if not has_guidance(model):
+        return condition, padding_mask
     if hasattr(model, "null_inputs"):
         null, null_mask = model.null_inputs(padding_mask)
         return torch.cat([condition, null]), torch.cat([padding_mask, null_mask])
     return torch.cat([condition, model.null_condition(len(condition))]), repeat_for_cfg(padding_mask)
+
+
+def split_rows(logits: Tensor, batch: int) -> tuple[Tensor, Tensor | None]:
+    """Logits (R, N, V) of B = batch requests -> (B, N, V) with the condition; without it, or None if R = B."""
+    return (logits, None) if len(logits) == batch else logits.chunk(2)
 
 
 def repeat_for_cfg(x: Tensor) -> Tensor:

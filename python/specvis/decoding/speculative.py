@@ -34,7 +34,7 @@ from .driver import (
 )
 from .methods import Method, acceptance_rule
 from .requests import Requests, check_batch, check_draft_model, checked_requests
-from .sampling import ACCEPT, Sampling, repeat_for_cfg, take_nodes
+from .sampling import ACCEPT, Sampling, split_rows, take_nodes
 from .trees import static_tree
 
 
@@ -154,7 +154,7 @@ class SpeculativeState(RunningBatch):
 
 def prefill(state: SpeculativeState, settings: SpeculativeSettings, condition: Tensor,
             known_tokens: Tensor | None) -> None:
-    """Read the conditions (2B, S, dim) and the known tokens with target and draft model. Draw the next tokens."""
+    """Read the conditions (R, S, dim) and the known tokens with target and draft model. Draw the next tokens."""
     sampling, num_known, draft_state = settings.sampling, state.num_known, state.draft_state
     S, L = settings.target.prefix_len, settings.num_tokens
     hidden = read_known(settings.target, condition, settings.padding_mask, known_tokens, state.tokens, state.cache)
@@ -193,8 +193,8 @@ def draft(state: SpeculativeState) -> DraftTree:
 
 class TargetOutput(NamedTuple):
     """The target's output for the nodes of the trees."""
-    hidden: Tensor   # (2B, N, H)
-    logits: Tensor   # (2B, N, V)
+    hidden: Tensor   # (R, N, H)
+    logits: Tensor   # (R, N, V)
     lengths: Tensor  # (B,) int64  the root's column
 
 
@@ -204,7 +204,7 @@ def target_forward(state: SpeculativeState, settings: SpeculativeSettings, tree:
     N, S, target = tree.tokens.shape[1], settings.target.prefix_len, settings.target
     lengths, columns = position + (S - 1), min(S - 1 + state.graph_key.max_count + N, state.num_columns)
     nodes = Nodes(tree.links.depth, lengths, tree.links.ancestors, settings.padding_mask, columns)
-    hidden = target.extend(repeat_for_cfg(tree.tokens), nodes, state.cache)
+    hidden = target.extend(nodes.of_rows(tree.tokens), nodes, state.cache)
     return TargetOutput(hidden, target.logits(hidden), lengths)
 
 
@@ -221,8 +221,8 @@ def verify(settings: SpeculativeSettings, tree: DraftTree, output: TargetOutput,
     else:
         uniforms = take_nodes(settings.uniforms, position)[:, 0, :N]
         by = {"draft_probs": tree.draft_probs, "draft_row": tree.draft_row, **settings.rule}
-    return verify_logits(*output.logits.chunk(2), tree.tokens, first_child, links.next_sibling, uniforms,
-                         sampling.guidance, sampling.temperature, sampling.top_k, sampling.top_p,
+    return verify_logits(*split_rows(output.logits, len(tree.tokens)), tree.tokens, first_child, links.next_sibling,
+                         uniforms, sampling.guidance, sampling.temperature, sampling.top_k, sampling.top_p,
                          max_depth=settings.max_depth, id_range=ids, log_probs=sampling.log_probs, **by)
 
 

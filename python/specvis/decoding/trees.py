@@ -12,7 +12,6 @@ from torch import Tensor
 
 from specvis_kernels import tree_links
 
-from ..models.interface import rows_and_columns
 from .batch_state import BatchState
 from .limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, MAX_TOKENS, count_within, is_count, is_number, setting
 
@@ -208,19 +207,19 @@ class Shapes(BatchState):
 
     ROWS = ("depth", "width", "max_nodes", "uniforms", "first", "depths", "widths", "alphas")
 
-    def __init__(self, depth: Tensor, width: Tensor, max_nodes: Tensor, grid: int | tuple[int, int],
+    def __init__(self, depth: Tensor, width: Tensor, max_nodes: Tensor, columns: int, num_tokens: int,
                  adaptation: Adaptation | None = None, uniforms: Tensor | None = None):
         """
         Args:
             depth, width: (B,) int64  of the first tree
             max_nodes:    (B,) int64  how many drafts a tree has at most: no tree is deeper or wider
-            grid:         as `TargetModel` has it
+            columns:      how many tokens a row of the image has
+            num_tokens:   L
             uniforms:     (B, L, 2) float32  for the start "random"
         """
         self.depth, self.width, self.max_nodes = depth.minimum(max_nodes), width.minimum(max_nodes), max_nodes
         self.adaptation, self.uniforms = adaptation, uniforms
-        rows, self.columns = rows_and_columns(grid)
-        self.num_tokens = rows * self.columns
+        self.columns, self.num_tokens = columns, num_tokens
         self.first = torch.ones_like(depth)  # (B,) the position of the first token that a tree draws
         self.depths, self.widths, self.alphas = torch.zeros(3, len(depth), self.num_tokens, device=depth.device)
 

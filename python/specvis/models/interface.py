@@ -100,6 +100,9 @@ class TargetModel(Protocol):
     null_inputs(padding_mask): the conditions (B, S, dim) that guidance is measured against, and their own padding masks
                                (B, S), for conditions with these masks (B, S). Otherwise they are `null_condition`'s,
                                under the masks of the conditions.
+    has_guidance:              False if there is nothing that guidance could be measured against. Then all requests must
+                               have guidance 1, and the model reads one row of each, R = B. Otherwise R = 2B.
+    num_tokens:                L, if tokens of another grid come before the grid's own. Otherwise L = rows * columns.
 
     It may also have an attribute `can_replay`, which is True. Then a CUDA device captures the steps of decoding and
     runs their kernels again without Python. So `extend`, `logits`, `id_range` and the cache's `commit` must do all
@@ -153,7 +156,12 @@ def rows_and_columns(grid: int | tuple[int, int]) -> tuple[int, int]:
 def num_tokens(target: TargetModel) -> int:
     """L, how many tokens an image of a target has."""
     rows, columns = rows_and_columns(target.grid)
-    return rows * columns
+    return getattr(target, "num_tokens", rows * columns)
+
+
+def has_guidance(target: TargetModel) -> bool:
+    """Whether a model reads each request without its condition, too. See `TargetModel`."""
+    return getattr(target, "has_guidance", True)
 
 
 def id_range(target: TargetModel, positions: Tensor) -> Tensor | None:
@@ -169,7 +177,7 @@ def codes(target: TargetModel) -> tuple[int, int]:
 
 @runtime_checkable
 class DraftModel(Protocol):
-    """Who proposes tokens for a target, for both rows of each of B requests: R = 2B (see `sampling.cfg_inputs`).
+    """Who proposes tokens for a target, for the same R rows of B requests as it reads (see `sampling.cfg_inputs`).
 
     It is asked for the same batch from the first token to the last one, so it holds the conditions itself. It may also
     have `select(requests)`, which gives a draft model for some of the B requests alone. That is needed where requests

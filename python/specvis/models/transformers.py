@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers as targets: Chameleon (Anole, Lumina-mGPT), Emu3, Janus-Pro, and others.
+"""Models of Hugging Face's transformers as targets: Chameleon (Anole, Lumina-mGPT), Emu3, Janus-Pro, GLM-Image, others.
 
 The weights stay where they are: a target holds the model that transformers has loaded, and nothing here imports
 transformers. Of its vocabulary only the ids that stand for codes of an image are ever looked at. They are numbered as
@@ -202,7 +202,7 @@ class ImageModel:
         packed = self.packing and self.packing.get(x, self.pack_layers)
         if packed:
             layers, rotations = packed
-            positions = positions_of(nodes.position_ids, nodes.padding_mask)
+            positions = self.positions(nodes.position_ids, nodes.padding_mask)
             return decoder_layers(x, layers, cache.data, nodes.lengths, nodes.ancestors, positions, rotations,
                                   first_node=nodes.first, key_mask=nodes.padding_mask)
         if self.decoder.config._attn_implementation == TREE_ATTENTION:
@@ -221,8 +221,13 @@ class ImageModel:
         else:
             mask = mask[:, None]
         more[self.cache_name] = cache
-        return self.decoder(inputs_embeds=x, attention_mask=mask, position_ids=positions_of(position_ids, padding_mask),
-                            use_cache=True, **more).last_hidden_state
+        positions = self.positions(position_ids, padding_mask)
+        return self.decoder(inputs_embeds=x, attention_mask=mask, position_ids=positions, use_cache=True,
+                            **more).last_hidden_state
+
+    def positions(self, position_ids: Tensor, padding_mask: Tensor) -> Tensor:
+        """`Nodes.position_ids` (R, N) -> as the language model takes them, for prompts with these masks (R, S)."""
+        return positions_of(position_ids, padding_mask)
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         return self.embed(self.ids[tokens])
@@ -261,7 +266,8 @@ class ImageModel:
         """Tokens (B, L) -> (B, rows, columns) int64, the numbers of their codes."""
         if tokens.shape[1:] != (num_tokens(self),):
             raise ValueError(f"tokens must be (B, L={num_tokens(self)}), got {tuple(tokens.shape)}")
-        return tokens.view(-1, *self.grid)[..., :self.grid[1] - self.has_newline]
+        rows, columns = self.grid
+        return tokens[:, -rows * columns:].reshape(-1, rows, columns)[..., :columns - self.has_newline]
 
     def ids_of(self, tokens: Tensor) -> Tensor:
         """Tokens (B, L) -> their vocabulary ids (B, L), newlines included."""
@@ -357,3 +363,56 @@ class JanusPro(ImageModel):
 
     def pixels(self, codes: Tensor) -> Tensor:
         return self.vqmodel.decode(codes.flatten(1))
+
+
+class GLMImage(ImageModel):
+    """GlmImageForConditionalGeneration: the codes of a small preview, and those of the picture right after them.
+
+    It has no guidance. A position has three axes. In the prompt all three count its ids. In a grid the first axis stays
+    where the grid starts, and the others count rows and columns from there; the next grid starts after the longer side.
+    An image's tokens are both grids', and `grid` is the picture's. `codes_of` leaves the preview out.
+    """
+
+    has_guidance = False
+
+    def __init__(self, model: nn.Module, prefix_len: int, image_grid_thw: Tensor | Sequence[Sequence[int]]):
+        """See `ImageModel`.
+
+        Args:
+            image_grid_thw: (2B, 3) integers, as GLM-Image's processor gives them: for each of B prompts 1, rows,
+                columns of the picture and of its preview
+
+        Raises:
+            ValueError: image_grid_thw is not such, or not the same two grids for all prompts
+        """
+        grids = torch.as_tensor(image_grid_thw).tolist()
+        if not grids or grids != grids[:2] * (len(grids) // 2) or any(
+                not isinstance(g, list) or len(g) != 3 or g[0] != 1 or min(g) < 1 for g in grids):
+            raise ValueError("image_grid_thw must be 1, rows, columns of the picture and of its preview, the same two "
+                             f"for each prompt, got {grids}")
+        (_, *picture), (_, *preview) = grids[:2]
+        self.image_ids = model.config.image_start_token_id, model.config.image_end_token_id
+        vqmodel = model.model.vqmodel
+        super().__init__(model, range(vqmodel.config.num_embeddings), prefix_len, tuple(picture), self.image_ids[:1],
+                         decoder=model.model.language_model, vqmodel=vqmodel)
+        axes, start = [], 0
+        for rows, columns in (preview, picture):
+            cells = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).T
+            axes.append(F.pad(cells, (0, 0, 1, 0)) + start)
+            start += max(rows, columns)
+        self.axes = torch.cat(axes, 1).to(self.ids.device)  # (3, L) of the tokens, from the end of the prompt
+        self.num_tokens = self.axes.shape[1]
+
+    def padded(self, prompts: Sequence[Sequence[int]], name: str = "prompts") -> tuple[Tensor, Tensor]:
+        start, end = self.image_ids
+        for prompt in prompts:
+            if len(prompt) and (prompt[-1] != start or end in prompt):
+                raise ValueError(f"{name} must end with {start}, which begins an image, and have no picture, whose end "
+                                 f"is {end}: both grids of image_grid_thw are drawn; got {list(prompt)}")
+        return super().padded(prompts, name)
+
+    def positions(self, position_ids: Tensor, padding_mask: Tensor) -> Tensor:
+        """(R, N) -> (3, R, N)"""
+        index = position_ids - self.prefix_len
+        drawn = self.axes[:, index.clamp(0, self.num_tokens - 1)] + padding_mask.sum(1, keepdim=True)
+        return torch.where(index < 0, super().positions(position_ids, padding_mask), drawn)

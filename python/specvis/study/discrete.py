@@ -15,7 +15,7 @@ from ..pipelines.discrete import Pipeline
 from .jobs import Arrays, ArrayShapes, Job, NotWhole, Study
 
 BATCH = 32  # pictures decoded as one batch
-SAVED = [field.name for field in fields(Decoded)]
+SAVED = [field.name for field in fields(Decoded) if field.name != "log_probs"]
 BY_POSITION = ("tokens", "num_accepted", "num_drafted", "nodes")  # these arrays are (pictures, L)
 INTEGERS = (*BY_POSITION, "num_known", "target_forwards")         # int64, but int32 in the file
 
