@@ -88,7 +88,8 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
         tv_excess:     (B,) float32  the added total variation, estimated, as in verify_tree. By "fly" a sum over the
                                      drafts on the way that have such an entropy and such drafts after them, and that
                                      no rejected draft needed: the probability that the strict rule rejects them. Its
-                                     mean is the number of drafts that are accepted although rejected
+                                     mean is the mean number of drafts that are accepted although rejected, which the
+                                     total variation of the emitted tokens does not exceed
         status:        (B,) int32    INVALID_TREE: a token outside [0, V); the drafts end there. Or the request's drafts
                                      are not where they can be: cu_num_draft_tokens has fallen, is negative or has gone
                                      beyond D, here or at an earlier request; nothing is accepted, and next_token is 0.
