@@ -72,10 +72,11 @@ BY_THE_TEAM void end_after(Rows& rows, int64_t i, int32_t bits, bool is_rejected
     out.next.token = rows.argmax();
     return;
   }
-  int64_t total = 0;
-  if (is_rejected) out.next = rows.draw(true, 1.0, &total);
-  if (is_rejected && total == 0) out.status |= kEmptyResidual;
-  if (total == 0) out.next = rows.draw(false, 1.0, &total);
+  for (int64_t total = 0; true; is_rejected = false) {
+    out.next = rows.draw(is_rejected, 1.0, &total);
+    if (total > 0) return;
+    out.status |= kEmptyResidual;
+  }
 }
 
 // The longest prefix that its own uniform accepts. Prefix i has the ratio p = min(1, p P(x) / Q(x)), and before the
@@ -91,20 +92,17 @@ BY_THE_TEAM ChainResult verify_block(Rows& rows) {
       if (i == 0 || last.accepts(rows.uniform(i))) out = {i, {rows.batch.bonus_tokens[rows.b], rows.is_first_thread()}};
       break;
     }
-    const int32_t bits = rows.read(i);
-    if (bits != 0 || i == rows.num_drafts) {
-      found = bits;
-      if (i == 0 || last.accepts(rows.uniform(i))) end_after(rows, i, bits, false, out);
-      break;
-    }
-    if (i == 0) {
-      end_after(rows, 0, 0, true, out);
+    found = rows.read(i);
+    const bool is_last = found != 0 || i == rows.num_drafts;
+    if (i == 0 || is_last) {
+      if (i == 0 || last.accepts(rows.uniform(i))) end_after(rows, i, found, !is_last, out);
     } else {
       int64_t total = 0;
       const Drawn next = rows.draw(true, p, &total);
       const double s = p * (static_cast<double>(total) / kFixedOne);
       if (rows.uniform(i) * (s + (1 - p)) < s) out = {i, next};
     }
+    if (is_last) break;
     last = rows.draft;
     last.omega = p;
     p = last.accept_prob(false);
