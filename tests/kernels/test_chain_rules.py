@@ -112,6 +112,24 @@ def test_the_entropy_is_of_three_tokens(backend):
                       entropy=entropy)[0] == num_accepted
 
 
+def test_an_entropy_reaches_an_equal_threshold(backend):
+    for entropy, num_accepted in ((LN2, 2), (LN2 + 1e-7, 0)):
+        assert verify(backend, [[0.5, 0.5]] * 3, [1, 0], [0.0, 0.6, 0.1], rule="fly", window=1,
+                      entropy=entropy)[0] == num_accepted
+
+
+def test_fly_keeps_nothing_that_is_invalid(backend):
+    """A token outside of the vocabulary, and a draft whose row is bad, before a draft that is accepted."""
+    options = {"rule": "fly", "window": 1, "entropy": 0.0}
+    assert verify(backend, [ROW] * 3, [4, 0], [0.7, 0.3, 0.4], **options) == [0, 1, 0, INVALID_TREE]
+    assert verify(backend, [ROW] * 3, [1, 0], [0.7, 0.3, 0.4], [[0.0] * 4, ROW], **options) == [0, 1, 0, INVALID_DRAFT]
+    # One after a rejected draft does not keep it.
+    assert verify(backend, [ROW] * 3, [1, 4], [0.7, 0.3, 0.0], **options) == [0, 2, 0, 0]
+    bad = [math.nan, *ROW[1:]]
+    assert verify(backend, [ROW, bad, ROW], [1, 0], [0.7, 0.3, 0.0], **options) == [0, 2, 0, 0]
+    assert verify(backend, [bad, ROW, ROW], [1, 0], [0.7, 0.3, 0.0], **options) == [0, 0, 0, INVALID_ROW]
+
+
 def test_a_greedy_request(backend):
     """0 is the argmax. By "fly" a 1 before it is kept; by "block" nothing else is accepted, at any uniform number."""
     drafts, rows = [0, 1, 0], [ROW] * 4
