@@ -15,8 +15,7 @@ namespace {
 // A request's rows for chain_rules.h, one at a time.
 class Rows : public ChainRequest {
  public:
-  Rows(const VerifyChain& batch, int64_t b)
-      : ChainRequest(batch, b), masses_(batch.V), sums_((batch.V + kResidualBlock - 1) / kResidualBlock) {}
+  Rows(const VerifyChain& batch, int64_t b) : ChainRequest(batch, b) {}
 
   bool is_first_thread() const { return true; }
   int32_t read(int64_t i) {
@@ -46,6 +45,7 @@ class Rows : public ChainRequest {
     *total = draft.total;
     if (!is_rejected) return {specvis::draw(row, batch.V, *total, uniform(0)), true};
     if (!draft.sampled) {
+      masses_.resize(batch.V);
       sum_row(row, batch.V, masses_.data());
       masses_[token(row_)] = 0;
       *total -= draft.token_mass;
@@ -53,6 +53,7 @@ class Rows : public ChainRequest {
     }
     const ResidualRow residual = {row, draft_row(row_), 1 / static_cast<double>(draft.total),
                                   1 / (p * static_cast<double>(draft.draft_total)), 0.0};
+    sums_.resize((batch.V + kResidualBlock - 1) / kResidualBlock);
     const double sum = sum_blocks(residual, batch.V, sums_.data());
     *total = static_cast<int64_t>(sum);
     return {sum > 0 ? specvis::draw(residual, sums_.data(), sum, uniform(0)) : 0, true};
