@@ -46,15 +46,15 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
 
     Two other rules look at more than one draft. They take no neighbors and no omega.
 
-    - "block" (Sun et al., arXiv:2403.10444, algorithm 2) is lossless, and accepts as many drafts or more, in the mean.
+    - "block" (Sun et al., arXiv:2403.10444) is lossless, and accepts as many drafts or more, in the mean.
       The first i drafts have the ratio p_i = min(1, p_(i-1) P_i(x_i) / Q_i(x_i)), with p_0 = 1; a ratio below 2^-42
       ends the drafts before it. With s_i, the sum of max(p_i P_(i+1) - Q_(i+1), 0), all i are accepted for which i is
       the largest with u_i < s_i / (s_i + 1 - p_i), for the last draft u_n < p_n; the next token is drawn from that
       residual, or from P_(n+1). Without draft_probs it is the strict rule: no lossless rule accepts more point masses.
     - "fly" (Li et al., arXiv:2511.22972, as vLLM has it) is lossy. A draft that the strict rule rejects is accepted if
       it has a probability, the entropy of its row is high, and the strict rule accepts the next `window` drafts. The
-      entropy is -sum p log p in nats over the row's three largest probabilities p, as they are. vLLM takes 0.3 for the
-      threshold, and a window of 6 or, if a request has fewer, of all drafts after the first.
+      entropy is -sum p log p in nats over the row's three largest probabilities p, which need not sum to 1. vLLM 0.33
+      takes 0.3 for the threshold, and a window of 6, or of one less than the most drafts of a request if that is less.
 
     A greedy request accepts argmaxes by "block" too; by "fly" the rejected drafts are those that are no argmax.
 

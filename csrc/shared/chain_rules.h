@@ -1,4 +1,4 @@
-// The rules of verify_chain that look at more than one draft: block verification (arXiv:2403.10444, algorithm 2) and
+// The rules of verify_chain that look at more than one draft: block verification (arXiv:2403.10444) and
 // FLy's (arXiv:2511.22972), written once for the CPU and for CUDA. There all threads of a request's team run them.
 #pragma once
 #include "params.h"
