@@ -69,7 +69,8 @@ Tensors<4> verify_chain(const Tensor& target_probs, const Tensor& draft_tokens, 
                         const Tensor& uniforms, const MaybeTensor& bonus_tokens, const MaybeTensor& draft_probs,
                         const MaybeTensor& neighbors, const MaybeTensor& delta, const MaybeTensor& omega,
                         const MaybeTensor& greedy, const std::string& cutoff, int64_t offset,
-                        const std::string& residual, const std::string& empty) {
+                        const std::string& residual, const std::string& empty, const std::string& rule, int64_t window,
+                        double entropy) {
   Arguments a("verify_chain", "VCk");
   VerifyChain batch = {};
   a.read("target_probs", target_probs, "TV", &batch.target_probs);
@@ -82,6 +83,14 @@ Tensors<4> verify_chain(const Tensor& target_probs, const Tensor& draft_tokens, 
   a.read("greedy", greedy, "B", &batch.greedy);
   read_neighbors(a, batch, neighbors, delta, cutoff, offset, residual);
   batch.empty = empty_of(a, empty);
+  batch.rule = a.name<ChainRule>("rule", rule, {"strict", "block", "fly"});
+  a.require(batch.rule == ChainRule::strict ||
+                (!omega && !neighbors && batch.residual == ResidualRule::optimal && batch.empty == Empty::target),
+            "block and fly take no relaxation");
+  a.require(batch.rule != ChainRule::block || draft_probs, "block needs draft_probs");
+  if (batch.rule == ChainRule::fly) a.count("window", window, 1);
+  batch.window = window;
+  batch.entropy = static_cast<float>(entropy);
   const int64_t B = batch.B = a.size('B'), D = batch.D = a.size('D');
   batch.V = a.size('V');
   a.require(a.size('U') == D + B && a.size('T') == (bonus_tokens ? D : D + B),

@@ -16,8 +16,6 @@ constexpr unsigned kMaxRanked = 512;   // entries; if more reach the bound, the 
 constexpr unsigned kMaxGroups = 1024;  // groups of lanes in a team
 constexpr int64_t kFewRanked = 128;    // entries that are ranked without a bound
 
-__device__ inline float value_of(uint32_t order) { return float_of(static_cast<int32_t>(order ^ 0x80000000u)); }
-
 // A block may reuse it for several rows; a cluster only for one.
 class BestOf {
  public:

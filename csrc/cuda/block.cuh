@@ -95,6 +95,7 @@ struct Scan {
 
 // An entry of a row as an integer, ordered by value and then by falling id; 0 if the value is not above `floor`.
 __device__ inline uint32_t order_of(float x, float floor) { return x > floor ? ordered(x) : 0; }
+__device__ inline float value_of(uint32_t order) { return float_of(static_cast<int32_t>(order ^ 0x80000000u)); }
 __device__ inline uint64_t entry(uint32_t order, int64_t id) {
   return order ? uint64_t{order} << 32 | (0xffffffffu - static_cast<uint32_t>(id)) : 0;
 }

@@ -11,6 +11,8 @@ class RowPair {
  public:
   static constexpr int kHeld = 16;
 
+  RowPair() = default;  // to be assigned
+
   // `share` is that of each warp: a multiple of kWarp, so that all together have the row. Without a draft all of its
   // entries are 0.
   __device__ RowPair(const Team& team, const float* target, const float* draft, int64_t V, int64_t share)
@@ -29,6 +31,20 @@ class RowPair {
     });
     *target = team.total(masses, is_valid);
     *draft = team.total(draft_masses, is_draft_valid);
+  }
+
+  // The target's largest entry before `before` in the order of entry(), as a whole number; 0 if there is none.
+  __device__ uint64_t largest(Team& team, uint64_t before) {
+    uint64_t own = 0;
+    for_each_group([&](int64_t first, int count) {
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        const float mass = truncf(target_probs_[i] * static_cast<float>(kFixedOne));
+        const uint64_t candidate = i < count ? entry(order_of(mass, 0.0f), first + i * kWarp) : 0;
+        if (candidate < before && candidate > own) own = candidate;
+      }
+    });
+    return team.max(own);
   }
 
   // The token drawn by inverse CDF, in the one thread that finds it, and -1 in the others. mass(v, p, q) is a whole

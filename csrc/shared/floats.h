@@ -85,6 +85,12 @@ HOST_DEVICE inline float log_of(float x) {
   return log_of_parts(exponent, mantissa_of(x, exponent) - 1.f);
 }
 
+// What a token adds to the entropy of its row, in nats.
+HOST_DEVICE inline float entropy_of(double mass, double total) {
+  const float p = static_cast<float>(mass / total);
+  return p > 0 ? -(p * log_of(p)) : 0.f;
+}
+
 // log(1 - v) of v in (0, 1 - 2^-24], as exact where v is small.
 HOST_DEVICE inline float log1p_of_negative(float v) {
   const float x = 1.f - v;

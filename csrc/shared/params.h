@@ -283,6 +283,9 @@ struct VerifyChain : VerifyParams {
   const float* target_probs;    // (T, V)
   const int64_t* bonus_tokens;  // (B) or null
   const bool* greedy;           // (B) or null
+  ChainRule rule;
+  int64_t window;  // fly's
+  float entropy;   // fly's threshold
 };
 KERNEL(verify_chain, VerifyChain);
 

@@ -26,6 +26,7 @@ constexpr int32_t kEmptyResidual = 1, kInvalidRow = 2, kInvalidTree = 4, kInvali
 enum class Cutoff { tvd, ratio, jsd };
 enum class ResidualRule { optimal, relaxed, released };
 enum class Empty { target, uniform };  // what replaces an empty residual
+enum class ChainRule { strict, block, fly };
 
 constexpr double kFixedOne = 4398046511104.0;  // 2^42: probabilities are counted in units of 2^-42
 

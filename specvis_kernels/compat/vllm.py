@@ -4,7 +4,7 @@
 of vLLM 0.33.0. `probabilistic_rejection_sample` has the arguments and the result of `rejection_sample` in
 vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py. `python -m benchmarks.check_compat --vllm FOLDER` says
 what has moved in another version. No vLLM is imported, and nothing is read back to the host. Both keep the target's
-distribution; the random numbers differ from vLLM's.
+distribution, except by FLy's rule; the random numbers differ from vLLM's.
 
 Because nothing is read back, logits of NaN raise nothing: such a row gives token 0. With SPECVIS_CHECK=1 in the
 environment every op reads its `status` and raises StatusError (see `check_status`): set it to find such a row.
@@ -52,13 +52,14 @@ def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], m
                               generators are read; None: is_greedy and generators count
         synthetic_mode, synthetic_conditional_rates:   must be off: another rule
         use_fp64_gumbel:      not read: nothing is drawn by logarithms
-        fly_window_size:      must be None: FLy is another rule. The other two arguments of FLy are not read
+        fly_window_size, fly_entropy_threshold:   of FLy's rule, which is lossy (see `verify_chain`); None: not by it
+        fly_entropy_top_k:    must be 3 with a window
         from_logits:          False for vLLM before 0.16, whose argument is called target_probs and holds probabilities.
                               None: True, and an error where an older vLLM is installed
         is_greedy:            (B,) bool, or one for all; None: as sampling_metadata says
         generators:           request -> its torch.Generator; None: as sampling_metadata says
-        verify:               options of `verify_chain` for relaxed acceptance: neighbors, delta, cutoff, offset, omega,
-                              residual
+        verify:               options of `verify_chain`: neighbors, delta, cutoff, offset, omega, residual for relaxed
+                              acceptance, or rule="block"
 
     Returns:
         output_token_ids:     (B, S + 1) int32   the accepted drafts, the token after them, then -1
@@ -79,8 +80,7 @@ def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], m
     if synthetic_mode or synthetic_conditional_rates is not None:
         raise ValueError("synthetic_mode must be off: it accepts drafts at given rates, whatever the target says")
     if fly_window_size is not None:
-        raise ValueError(f"fly_window_size must be None, got {fly_window_size}: FLy accepts drafts that the target "
-                         "does not draw")
+        verify = _fly(fly_window_size, fly_entropy_threshold, fly_entropy_top_k) | (verify or {})
     if from_logits is None and is_older("vllm", 0, 16):
         raise ValueError("from_logits must be given: False for vLLM before 0.16, which hands over probabilities "
                          f"({versions('vllm')})")
@@ -135,10 +135,10 @@ def probabilistic_rejection_sample(
         verify: dict | None = None) -> tuple[Tensor, Tensor]:
     """Accept the leading drafts of each request from the target's logits, by noise that its seed and positions decide.
 
-    The rule is the one of `rejection_sample`. A row is turned into probabilities only if verification reaches it (see
-    `verify_logits`). Draft i of a request is decided by the uniform of (seed, position of the row that predicts it),
-    and the token after the accepted drafts by another uniform of (seed, position of the first row). So a request gives
-    the same tokens in any batch and any order.
+    The rule is the one of `rejection_sample`, unless another is asked for. A row is turned into probabilities only if
+    verification reaches it (see `verify_logits`). Draft i of a request is decided by the uniform of (seed, position of
+    the row that predicts it), and the token after the accepted drafts by another uniform of (seed, position of the
+    first row). So a request gives the same tokens in any batch and any order.
 
     Args:
         target_logits:         (T, V) float32, float16 or bfloat16   processed: temperature and filters are applied
@@ -155,8 +155,11 @@ def probabilistic_rejection_sample(
         temperature:           (R,) float32             0: greedy
         seed:                  (R,) int64
         num_speculative_steps: S, the most drafts of a request
-        synthetic_conditional_rates, use_block_verification, contexts, watermarking, watermarking_skip_mask,
-        watermark_key, fly_window_size: must be off: other rules. The other two arguments of FLy are not read
+        synthetic_conditional_rates, contexts, watermarking, watermarking_skip_mask, watermark_key: must be off: other
+                               rules
+        use_block_verification: whether the drafts are verified as a block, which accepts more (see `verify_chain`)
+        fly_window_size, fly_entropy_threshold:   of FLy's rule, which is lossy (see `verify_chain`); 0: not by it
+        fly_entropy_top_k:     must be 3 with a window. By these two rules all rows are turned into probabilities
         use_fp64:              not read: nothing is drawn by logarithms
         draft_is_scaled:       whether the temperature has been applied to draft_logits: False for vLLM from 0.28 on,
                                which keeps them as the draft model gave them; True before, when it kept them after the
@@ -186,16 +189,14 @@ def probabilistic_rejection_sample(
         (tensor([[2, 1],
                 [3, 0]]), tensor([2, 1], dtype=torch.int32))
     """
-    if synthetic_conditional_rates is not None or use_block_verification:
-        raise ValueError("synthetic_conditional_rates must be None and use_block_verification False: drafts are "
-                         "accepted one by one, by the target's probabilities")
+    if synthetic_conditional_rates is not None:
+        raise ValueError("synthetic_conditional_rates must be None: they accept drafts whatever the target says")
     for name, value in (("contexts", contexts), ("watermarking", watermarking), ("watermark_key", watermark_key),
                         ("watermarking_skip_mask", watermarking_skip_mask)):
         if value is not None:
             raise ValueError(f"{name} must be None: no watermark is written")
-    if fly_window_size > 0:
-        raise ValueError(f"fly_window_size must be 0, got {fly_window_size}: FLy accepts drafts that the target does "
-                         "not draw")
+    if use_block_verification and fly_window_size > 0:
+        raise ValueError(f"fly_window_size must be 0 with use_block_verification, got {fly_window_size}")
     if draft_logits is not None and draft_is_scaled is None:
         raise ValueError("draft_is_scaled must be given with draft_logits: False if they were kept before the "
                          "temperature, as in vLLM from 0.28 on, True if after it")
@@ -224,9 +225,42 @@ def probabilistic_rejection_sample(
         probs = guided_probs(draft_logits[state], None, 1.0, draft_temperature, 0, 1.0).probs
         probs = torch.nn.functional.pad(probs, (0, V - probs.shape[-1]))
         rule.update(draft_probs=probs, draft_row=torch.where(step < counts[:, None], step, -1).int())
-    result = verify_logits(logits, None, tokens, chain.first_child, chain.next_sibling, uniforms, guidance=1.0,
-                           temperature=(temperature[state] > 0).float(), top_k=0, top_p=1.0, max_depth=S, **rule)
+    if B and (use_block_verification or fly_window_size > 0):
+        rule |= {"rule": "block"} if use_block_verification else _fly(fly_window_size, fly_entropy_threshold,
+                                                                      fly_entropy_top_k)
+        result = _verify_chains(target_logits, draft_sampled, cu_num_logits.long(), uniforms, temperature[state] <= 0,
+                                **rule)
+    else:
+        result = verify_logits(logits, None, tokens, chain.first_child, chain.next_sibling, uniforms, guidance=1.0,
+                               temperature=(temperature[state] > 0).float(), top_k=0, top_p=1.0, max_depth=S, **rule)
     return _then_next(tokens[:, 1:], result.num_accepted, result.next_token, 0), result.num_accepted + 1
+
+
+def _fly(window, threshold, top_k):
+    if top_k != 3:
+        raise ValueError(f"fly_entropy_top_k must be 3, got {top_k}")
+    return {"rule": "fly", "window": window, "entropy": threshold}
+
+
+def _verify_chains(target_logits, draft_sampled, cu_num_logits, uniforms, greedy, draft_probs=None, draft_row=None,
+                   **rule):
+    """verify_chain of T rows, of which uniforms (B, S + 1) and draft_probs (B, S, V) have one request each."""
+    (T, _), B = target_logits.shape, len(greedy)
+    row = torch.arange(T, device=target_logits.device)
+
+    def of_requests(ends, index):
+        request = torch.searchsorted(ends, index, right=True).clamp(max=B - 1)
+        return request, index - torch.nn.functional.pad(ends[:-1], (1, 0))[request]
+
+    request, step = of_requests(cu_num_logits[1:], row)
+    uniforms = uniforms[request, step.clamp(max=uniforms.shape[1] - 1)]
+    ends = cu_num_logits[1:] - row[:B] - 1
+    request, step = of_requests(ends, row[:T - B])
+    if draft_probs is not None:
+        draft_probs = draft_probs[request, step.clamp(max=draft_probs.shape[1] - 1)]
+    probs = guided_probs(target_logits[None], None, 1.0, 1.0, 0, 1.0).probs[0]
+    return verify_chain(probs, draft_sampled[row[:T - B] + request + 1], ends, uniforms, draft_probs=draft_probs,
+                        greedy=greedy, **rule)
 
 
 def _then_next(drafts: Tensor, num_accepted: Tensor, next_token: Tensor, pad: int) -> Tensor:

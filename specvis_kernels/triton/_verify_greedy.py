@@ -7,8 +7,8 @@ from ._rows import INVALID_ROW, INVALID_TREE, load_mass
 
 
 @triton.jit
-def row_argmax(row, V, IS_FLOAT: tl.constexpr, BLOCK: tl.constexpr):
-    """The row's largest mass and its lowest id."""
+def row_argmax(row, V, last_mass, last_id, IS_FLOAT: tl.constexpr, BLOCK: tl.constexpr):
+    """The row's largest mass and its lowest id; unless they are None, of those that follow this mass and id."""
     largest = tl.full([BLOCK], -1, tl.int64)
     ids = tl.zeros([BLOCK], tl.int64)
     start = 0
@@ -16,6 +16,8 @@ def row_argmax(row, V, IS_FLOAT: tl.constexpr, BLOCK: tl.constexpr):
         v = start + tl.arange(0, BLOCK)
         mass = load_mass(row, v, v < V, IS_FLOAT)
         is_larger = (mass > largest) & (v < V)
+        if last_mass is not None:
+            is_larger = is_larger & ((mass < last_mass) | ((mass == last_mass) & (v > last_id)))
         largest = tl.where(is_larger, mass, largest)
         ids = tl.where(is_larger, v, ids)
         start += BLOCK
@@ -63,7 +65,7 @@ def verify_greedy(rows, tokens, first_child, next_sibling, neighbors, delta, bon
             total, is_valid, first_id, last_id = read_row(rows, node, V, mass, 0, FILTERS, BLOCK, BITS)
             tl.debug_barrier()
             row = unchanged_row(rows, node, V, mass)
-            max_mass, argmax = row_argmax(row, V, IS_FLOAT, BLOCK)
+            max_mass, argmax = row_argmax(row, V, None, None, IS_FLOAT, BLOCK)
             if is_end:
                 next_token = tl.where(is_valid, argmax, 0).to(tl.int64)
                 status |= tl.where(is_valid, 0, INVALID_ROW)

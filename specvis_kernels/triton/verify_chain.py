@@ -3,6 +3,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ._chain_rules import verify_block, verify_fly
 from ._kernel import kernel
 from ._rows import INVALID_TREE, block
 from ._verify import store_outputs
@@ -85,14 +86,71 @@ def verify_chain_kernel(
                       zero.to(tl.float64), zero.to(tl.int32) + INVALID_TREE)
 
 
+@kernel("target_probs", "draft_probs", "mass", "V")
+def verify_by_rule_kernel(
+        target_probs,   # (T, V)
+        draft_tokens,   # (D)
+        ends,           # (B) where each request's drafts end
+        uniforms,       # (D + B)
+        bonus_tokens,   # (B) or None
+        draft_probs,    # (D, V) or None
+        greedy,         # (B) or None
+        mass, excess,   # (B, V) and (D) scratch
+        num_accepted_out, next_token_out, tv_excess_out, status_out,  # (B)
+        D, V, window, entropy, RULE: tl.constexpr, BLOCK: tl.constexpr):
+    b = tl.program_id(0).to(tl.int64)
+    num_accepted = tl.full((), 0, tl.int32)
+    next_token = b * 0
+    tv_excess = next_token.to(tl.float64)
+    status = num_accepted + INVALID_TREE
+    if is_in_place(ends, b, D, 64):
+        first = tl.load(ends + b - 1, mask=b > 0, other=0).to(tl.int64)
+        N = tl.load(ends + b).to(tl.int64) - first
+        row = first + b
+        bonus = None
+        if bonus_tokens is not None:
+            row = first
+            bonus = bonus_tokens + b
+        rows = target_probs + row * V
+        draft_rows = None
+        if draft_probs is not None:
+            draft_rows = draft_probs + first * V
+        if mass is not None:
+            mass += b * V
+        is_greedy = b < 0
+        if greedy is not None:
+            is_greedy = tl.load(greedy + b) != 0
+        if RULE == "block":
+            if is_greedy:  # the strict rule: nothing is as long as the window
+                num_accepted, next_token, tv_excess, status = verify_fly(
+                    rows, draft_rows, draft_tokens + first, uniforms + first + b, bonus, mass, excess + first,
+                    is_greedy, N, V, N + 1, entropy, BLOCK)
+            else:
+                num_accepted, next_token, tv_excess, status = verify_block(
+                    rows, draft_rows, draft_tokens + first, uniforms + first + b, bonus, N, V, BLOCK)
+        else:
+            num_accepted, next_token, tv_excess, status = verify_fly(
+                rows, draft_rows, draft_tokens + first, uniforms + first + b, bonus, mass, excess + first,
+                is_greedy, N, V, window, entropy, BLOCK)
+    store_outputs(num_accepted_out, next_token_out, tv_excess_out, status_out, num_accepted, next_token, tv_excess,
+                  status)
+
+
 def verify_chain(target_probs, draft_tokens, cu_num_draft_tokens, uniforms, bonus_tokens, draft_probs, neighbors, delta,
-                 omega, greedy, cutoff, offset, residual, empty):
+                 omega, greedy, cutoff, offset, residual, empty, rule, window, entropy):
     D, B, V = len(draft_tokens), len(cu_num_draft_tokens), target_probs.shape[1]
     C, k = (0, 0) if neighbors is None else neighbors.shape
     num_accepted = target_probs.new_empty(B, dtype=torch.int32)
     next_token = target_probs.new_empty(B, dtype=torch.int64)
     tv_excess, status = target_probs.new_empty(B), target_probs.new_empty(B, dtype=torch.int32)
-    if B > 0:
+    if B > 0 and rule != "strict":
+        mass = target_probs.new_empty(B, V, dtype=torch.int64) if draft_probs is None else None
+        verify_by_rule_kernel[(B,)](
+            target_probs, draft_tokens, cu_num_draft_tokens, uniforms, bonus_tokens, draft_probs,
+            None if greedy is None else greedy.view(torch.uint8), mass, target_probs.new_empty(D, dtype=torch.float64),
+            num_accepted, next_token, tv_excess, status, D, V, window, entropy, RULE=rule, BLOCK=block("V", V),
+            num_warps=8, enable_fp_fusion=False)
+    elif B > 0:
         mass = target_probs.new_empty(B, V, dtype=torch.int64)
         draft_mass = None if draft_probs is None else target_probs.new_empty(B, V, dtype=torch.int64)
         greedy_scratch = None if greedy is None else target_probs.new_empty(3 * (D + B), dtype=torch.int32)

@@ -260,6 +260,42 @@ def test_vocabularies_of_different_sizes(width):
     assert torch.allclose(sampled[:, 0].bincount(minlength=V).cpu() / 3000, TARGET[0], atol=0.03)
 
 
+def test_fly_keeps_a_draft_before_argmaxes():
+    """Of both engines: a request of two drafts, one of one, and where the entropy is too high to be reached."""
+    best, bonus = TARGET.argmax(-1).tolist(), torch.tensor([[3], [3]], device=DEVICE)
+    other = (best[0] + 1) % V
+    tokens, *rest = batch([2, 1], True)
+    tokens = torch.tensor([other, best[1], other], device=DEVICE)
+    v2 = logits_batch([2, 1], [1, 2], temperature=0.0)
+    v2["draft_sampled"] = torch.tensor([0, other, best[1], 0, other], device=DEVICE)
+    v2["target_logits"] = torch.cat([v2["target_logits"]] + [v2["target_logits"][:1]] * 2)  # a longer buffer
+    v2["draft_sampled"], v2["pos"] = (torch.nn.functional.pad(v2[name], (0, 2)) for name in ("draft_sampled", "pos"))
+    for threshold, expected in ((0.1, [[other, best[1], 3], [best[0], -1, -1]]), (9.0, [[best[0], -1, -1]] * 2)):
+        fly = dict(fly_window_size=1, fly_entropy_threshold=threshold)
+        out = rejection_sample(tokens, *rest[:-1], rest[-1].log(), bonus, is_greedy=True, **OF_V1 | fly)
+        assert out.tolist() == expected
+        out = tokens_of(*probabilistic_rejection_sample(**v2 | fly))
+        assert out == [[x if x != 3 else best[2] for x in row if x >= 0] for row in expected]
+
+
+@pytest.mark.parametrize("is_sampled", [True, False])
+def test_block_verification_of_v2_keeps_the_distribution_and_accepts_more(is_sampled, host_reads):
+    number = 4000
+    arguments = logits_batch([2, 0, 1] * number, list(range(3 * number)), is_sampled)
+    host_reads.clear()
+    block, strict = (probabilistic_rejection_sample(**arguments | dict(use_block_verification=use))
+                     for use in (True, False))
+    assert not host_reads
+    for i in range(3):  # the first two tokens; where there is one, the target's follows it
+        sampled, has_second = block[0][i::3].cpu(), (block[1][i::3] > 1).cpu()
+        pairs = (sampled[has_second, 0] * V + sampled[has_second, 1]).bincount(minlength=V * V).view(V, V)
+        alone = sampled[~has_second, 0].bincount(minlength=V)
+        law = (pairs + alone[:, None] * TARGET[1]) / number
+        assert torch.allclose(law, TARGET[0][:, None] * TARGET[1], atol=0.02)
+    more = (block[1].float().mean() - strict[1].float().mean()).item()
+    assert more > 0.01 if is_sampled else abs(more) < 1e-6
+
+
 def test_what_is_refused():
     arguments = batch([2, 1], True)
     bonus = torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
@@ -274,17 +310,18 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"bonus_token_ids must be int64 or int32 \(B=2\), got int64 \(1,\)"):
         rejection_sample(*arguments, bonus[:1])
     for named, message in ((dict(synthetic_mode=True), "synthetic_mode must be off"),
-                           (dict(fly_window_size=2), "fly_window_size must be None, got 2")):
+                           (dict(fly_window_size=2, fly_entropy_top_k=4), "fly_entropy_top_k must be 3, got 4")):
         with pytest.raises(ValueError, match=message):
             rejection_sample(*arguments, bonus, **OF_V1 | named)
     arguments = logits_batch([2, 1], [1, 2])
     for change, message in (
-            (dict(use_block_verification=True), "use_block_verification False"),
+            (dict(synthetic_conditional_rates=arguments["temperature"]), "synthetic_conditional_rates must be None"),
             (dict(contexts=arguments["pos"][:, None]), "contexts must be None: no watermark is written"),
             (dict(watermarking=arguments["pos"] > 0), "watermarking must be None"),
             (dict(watermarking_skip_mask=arguments["pos"] > 0), "watermarking_skip_mask must be None"),
             (dict(watermark_key=7), "watermark_key must be None"),
-            (dict(fly_window_size=3), "fly_window_size must be 0, got 3"),
+            (dict(fly_window_size=3, fly_entropy_top_k=1), "fly_entropy_top_k must be 3, got 1"),
+            (dict(fly_window_size=3, use_block_verification=True), "fly_window_size must be 0 with use_block"),
             (dict(draft_is_scaled=None), "draft_is_scaled must be given with draft_logits: False .* from 0.28 on"),
             (dict(pos=arguments["pos"][:3]), r"pos must be int64 or int32 \(T=5\), got int64 \(3,\)"),
             (dict(seed=arguments["seed"][:1]), r"seed must be int64 \(R=2\), got int64 \(1,\)"),

@@ -413,6 +413,12 @@ def verify_chain(d):
         named["bonus_tokens"] = d.below(2**40, B, low=-5)
     if d.chance(0.5):
         named["draft_probs"] = d.rows(D, V)
+    if d.chance(0.4):
+        for name in ("neighbors", "delta", "omega", "residual", "empty"):
+            named.pop(name, None)
+        named["rule"] = d.pick("block", "fly")
+        if named["rule"] == "fly":
+            named |= {"window": d.pick(1, 1, 2, 3, 2**31 - 1), "entropy": d.pick(0.0, 0.3, 1.0, torch.inf)}
     return named | {"target_probs": d.rows(D + B * ("bonus_tokens" not in named), V)}
 
 

@@ -239,6 +239,8 @@ def verify_chain(a, out):
         are_tokens = (0 <= drafts[first:first + n]) & (drafts[first:first + n] < V)
         if a["greedy"] is not None and setting(a["greedy"], bool, b):
             return True if are_tokens.all() and all(own) else None
+        if a["rule"] == "block" and draft_rows is not None:  # reads on up to a draft that cannot be accepted
+            return True if are_tokens.all() and all(own) and draft_rows[first:first + n].all() else None
         omega = 1.0 if a["omega"] is None else setting(a["omega"], np.float32, b)
         return (n == 0 or omega >= least_omega(a)) and walked(
             range(int(out[0][b]) + 1), [*range(1, n + 1), -1], [-1] * (n + 1), n, own.__getitem__,

@@ -31,7 +31,8 @@ def test_rows_of_several_tiles(op, case, monkeypatch):
 
 @pytest.mark.skipif("triton" not in backends("verify_tree", inputs.DEVICE), reason="needs Triton")
 @pytest.mark.parametrize("op, case", [
-    (op, case) for op in ("couple_tokens", "draw_children", "neighborhood_sum", "sample_residual", "verify_tree")
+    (op, case)
+    for op in ("couple_tokens", "draw_children", "neighborhood_sum", "sample_residual", "verify_chain", "verify_tree")
     for case in inputs.CASES[op] if case[-1] is False and max(n for n in case if isinstance(n, int)) < 100
     or isinstance(case[-1], dict) and case[-1].get("exact") is False])
 def test_inexact_rows_of_several_blocks(op, case, monkeypatch):

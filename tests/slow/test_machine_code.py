@@ -169,6 +169,7 @@ def test_names_of_kernels(name, title):
 FEWER_LOADS = {  # a part of a kernel's name -> how many, and why
     "couple_tokens": (0, "4 bytes a lane, more than 32 of them in flight"),
     "sample_residual": (0, "4 bytes a lane, more than 32 of them in flight"),
+    "verify_by_rule": (0, "4 bytes a lane, more than 32 of them in flight"),
     "frontier": (0, "it reads scores, no rows"),
     "Streamed": (0, "rows too long for registers: 4 bytes a lane, eight in flight"),
     "nv_bfloat16": (2, "a pack of each half, of eight entries: the compiler uses them before it loads the next two"),

@@ -111,7 +111,9 @@ CHANGING = {
     "tree_paths": [[(B, N, P) for B in BATCHES for N in NODES for P in (1, 7, 16)]],
     "verify_chain": [[(len(drafts), V, options | {"num_drafts": drafts})
                       for drafts in ([1], [0, 3], [16], [2, 5, 1], [8, 8])]
-                     for options in ({}, {"draft": True}, {"k": 6, "residual": "relaxed"})],
+                     for options in ({}, {"draft": True}, {"k": 6, "residual": "relaxed"},
+                                     {"draft": True, "rule": "block"},
+                                     {"draft": True, "rule": "fly", "window": 1, "entropy": 0.5})],
     "verify_greedy": [[(B, N, P) for B in BATCHES for N in NODES for P in (1, 7, 16, 40)]],
     "verify_logits": [[(B, N, V, P, options | ({"num_draft_rows": N} if "omega" in options else {}))
                        for B in BATCHES for N in (1, 2, 16, 60) for P in (1, 7, 16)]

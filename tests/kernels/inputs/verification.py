@@ -90,6 +90,11 @@ CASES["verify_chain"] = [
     (4, 33, {"k": 5, "cutoff": "jsd", "residual": "released", "narrow": False, "draft": True, "omega": (0.5, 2.0)}),
     (6, 24, {"k": 20, "omega": (1.0, 1.5), "draft": True, "greedy": True, "bonus": True}),
     (2, 4500, {"k": 300, "residual": "relaxed", "draft": True, "greedy": True}),
+    (5, 40, {"rule": "block", "draft": True, "bonus": True}),
+    (5, 61, {"rule": "block", "draft": True, "greedy": True, "exact": False}),
+    (5, 40, {"rule": "fly", "window": 1, "entropy": 0.5, "width": torch.int32}),
+    (5, 61, {"rule": "fly", "window": 2, "entropy": 0.3, "draft": True, "greedy": True, "exact": False}),
+    (2, 4500, {"rule": "block", "draft": True}),
 ]
 TOLERANCES["verify_chain"] = {2: (0, 1e-5)}
 
@@ -97,20 +102,22 @@ TOLERANCES["verify_chain"] = {2: (0, 1e-5)}
 def verify_chain(B, V, options=None):
     options = {"num_drafts": [2, 0, 5, 1, 3], "k": 0, "cutoff": "tvd", "offset": 0, "narrow": True,
                "residual": "optimal", "empty": "target", "draft": False, "omega": None, "greedy": False, "bonus": False,
-               "width": torch.int64} | (options or {})
+               "width": torch.int64, "rule": "strict", "window": None, "entropy": None, "exact": True} | (options or {})
     num_drafts = (options["num_drafts"] * B)[:B]
     D, k, offset = sum(num_drafts), options["k"], options["offset"]
     ends = torch.tensor(num_drafts, dtype=torch.int64).cumsum(0)
     g = torch.Generator().manual_seed(B + V)
-    target_probs = exact_probs(D if options["bonus"] else D + B, V)
+    target_probs = exact_probs(D if options["bonus"] else D + B, V, exact=options["exact"])
     # Half of the drafts are the likeliest tokens of their rows.
     first_rows = ends - torch.tensor(num_drafts, dtype=torch.int64) + (0 if options["bonus"] else torch.arange(B))
     rows = [first + i for first, n in zip(first_rows.tolist(), num_drafts) for i in range(n)]
     likely = target_probs[rows].argmax(1).cpu()
     tokens = torch.where(torch.rand(D, generator=g) < 0.5, likely, torch.randint(V, (D,), generator=g))
-    kwargs = {name: options[name] for name in ("residual", "empty", "cutoff", "offset")}
+    kwargs = {name: options[name] for name in ("residual", "empty", "cutoff", "offset", "rule", "window", "entropy")}
     if options["draft"]:
-        kwargs["draft_probs"] = exact_probs(D, V, seed=1)
+        kwargs["draft_probs"] = exact_probs(D, V, 1, options["exact"])
+    if options["rule"] == "block":  # a draft model that is not far from the target
+        target_probs[rows] = (target_probs[rows] + 3 * kwargs["draft_probs"]) / 4
     if k:
         kwargs["neighbors"] = neighbor_table(V - 2 * offset, k, narrow=options["narrow"])
         kwargs["delta"] = torch.tensor([0.25, 0.03125, 2.0]).repeat(B)[:B].to(DEVICE)
