@@ -159,11 +159,43 @@ def of_cuda(*arguments, **named):
 tree_speculative_sampling_target_only = None
 """,
     "srt/speculative/eagle_utils.py": f"""
+import torch
 from sglang.kernels.ops.speculative.spec_tree import build_tree_kernel_efficient_func, verify_tree_greedy_func
 from sglang.kernels.ops.speculative.verify_sampling import {SAMPLER}
 
 top_k_renorm_prob = top_p_renorm_prob = None
-nothing = None  # any name that is None
+
+def get_spec():
+    raise AssertionError("the server has not started")
+
+def eagle_sample(verify_input, batch, logits_output):
+    logits, info, (B, N) = logits_output.next_token_logits, batch.sampling_info, verify_input.retrieve_index.shape
+    predict = torch.zeros(B * N, dtype=torch.int32)
+    accept_index = torch.full((B, verify_input.max_tree_depth), -1, dtype=torch.int32)
+    num_correct_drafts = torch.empty(B, dtype=torch.int32)
+    candidates = verify_input.draft_token.reshape(B, N)
+    if _verify_uses_greedy(is_all_greedy=info.is_all_greedy, is_cpu=True, is_hip=False, is_xpu=False,
+                           use_rejection_sampling=get_spec().speculative_use_rejection_sampling):
+        predict, accept_index, num_correct_drafts = verify_tree_greedy_func(
+            predicts=predict, accept_index=accept_index, accept_token_num=num_correct_drafts, candidates=candidates,
+            retrieve_index=verify_input.retrieve_index, retrieve_next_token=verify_input.retrieve_next_token,
+            retrieve_next_sibling=verify_input.retrieve_next_sibling,
+            target_predict=logits.argmax(-1).reshape(B, N), topk=verify_input.tree_topk)
+    else:
+        probs = (logits / info.temperatures.repeat_interleave(N, 0)).softmax(-1)
+        if info.need_top_k_sampling:
+            probs = top_k_renorm_prob(probs, info.top_ks.repeat_interleave(N, 0))
+        if info.need_top_p_sampling:
+            probs = top_p_renorm_prob(probs, info.top_ps.repeat_interleave(N, 0))
+        probs = probs.reshape(B, N, -1)
+        tree_speculative_sampling_target_only(
+            predicts=predict, accept_index=accept_index, accept_token_num=num_correct_drafts, candidates=candidates,
+            retrive_index=verify_input.retrieve_index, retrive_next_token=verify_input.retrieve_next_token,
+            retrive_next_sibling=verify_input.retrieve_next_sibling, uniform_samples=torch.rand(B, N),
+            uniform_samples_for_final_sampling=torch.rand(B), target_probs=probs, draft_probs=torch.zeros_like(probs),
+            threshold_single=get_spec().speculative_accept_threshold_single,
+            threshold_acc=get_spec().speculative_accept_threshold_acc, deterministic=True)
+    return predict, num_correct_drafts + 1, accept_index
 
 def _verify_uses_greedy(*, is_all_greedy, is_cpu, is_hip, is_xpu, use_rejection_sampling):
     return is_all_greedy or is_cpu or is_xpu or (is_hip and not use_rejection_sampling)
@@ -171,10 +203,10 @@ def _verify_uses_greedy(*, is_all_greedy, is_cpu, is_hip, is_xpu, use_rejection_
 }
 
 
-def write(folder: Path) -> Path:
-    """The two packages, and the metadata by which their loaders find the plugins of this checkout."""
-    for package, files in (("vllm", VLLM), ("sglang", SGLANG)):
-        for name, text in {"__init__.py": "", **files}.items():
+def write(folder: Path, packages: tuple[str, ...] = ("vllm", "sglang")) -> Path:
+    """The packages, and the metadata by which their loaders find the plugins of this checkout."""
+    for package in packages:
+        for name, text in {"__init__.py": "", **{"vllm": VLLM, "sglang": SGLANG}[package]}.items():
             (folder / package / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / package / name).write_text(text)
     groups = re.findall(r'^\[project\.entry-points\."(.+)"\]\n(.+?) = "(.+)"$', (ROOT / "pyproject.toml").read_text(),

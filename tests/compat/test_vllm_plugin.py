@@ -273,8 +273,8 @@ def test_another_plugin_and_another_version(vllm):
     place, name = place_of("vllm", ours.V1_REJECTION_SAMPLE)
     with vllm.context() as m:
         m.setattr(place, name, lambda *arguments: None)
-        with pytest.raises(RuntimeError, match=f"{name} must be vllm's own function, got one of tests.compat.test_vllm"
-                                               "_plugin: another plugin .* VLLM_PLUGINS"):
+        with pytest.raises(RuntimeError, match=f"{name} must be vllm's own function, got one of {__name__}: another "
+                                               "plugin .* VLLM_PLUGINS"):
             ours.register()
     with vllm.context() as m:
         m.delattr(place, name)
