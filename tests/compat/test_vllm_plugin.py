@@ -221,6 +221,7 @@ def test_each_function_counts_its_calls_and_says_once_that_it_is_ours(vllm, capl
     vllm.setattr(logging.getLogger("vllm"), "propagate", True)  # vLLM's logger writes by itself
     with caplog.at_level("INFO", "vllm.specvis_kernels"):
         server.decode(random_drafts)
+    assert ours._draws.seeds is None  # outside a step the samplers are vLLM's
     place, name = place_of("vllm", ours.V1_REJECTION_SAMPLE)
     assert getattr(place, name).num_calls == server.num_steps
     assert [record.getMessage() for record in caplog.records].count(
@@ -261,10 +262,11 @@ def test_modes(vllm):
     ours.register()  # vLLM may call it again
     v1, v2, *others = current()
     assert v1.__wrapped__ is ours.rejection_sample and others == own[2:]
-    arguments = logits_batch([2, 1], [3, 4])
-    scaled = arguments.pop("draft_is_scaled")
-    assert tokens_of(*v2(**arguments)) == tokens_of(
-        *ours.probabilistic_rejection_sample(**arguments, draft_is_scaled=scaled))
+    arguments = logits_batch([2] * 40, list(range(40)), temperature=0.5)
+    del arguments["draft_is_scaled"]
+    of_answer = {is_scaled: tokens_of(*ours.probabilistic_rejection_sample(**arguments, draft_is_scaled=is_scaled))
+                 for is_scaled in (False, True)}
+    assert tokens_of(*v2(**arguments)) == of_answer[False] != of_answer[True]
 
 
 def test_another_plugin_and_another_version(vllm):
