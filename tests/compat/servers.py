@@ -12,7 +12,7 @@ VLLM = {
 from importlib.metadata import entry_points
 
 def load_general_plugins():
-    for plugin in entry_points(group="vllm.general_plugins"):
+    for plugin in entry_points(group="vllm.general_plugins", name="specvis"):  # an installed vLLM has plugins itself
         plugin.load()()
 """,
     "v1/sample/ops/topk_topp_sampler.py": """
@@ -111,7 +111,7 @@ from importlib.metadata import entry_points
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 def load_plugins():
-    for plugin in entry_points(group="sglang.srt.plugins"):
+    for plugin in entry_points(group="sglang.srt.plugins", name="specvis"):
         plugin.load()()
     HookRegistry.apply_hooks()
 """,

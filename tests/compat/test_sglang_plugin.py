@@ -127,11 +127,11 @@ def test_a_sampler_that_is_none_is_not_hooked(sglang):
 
 
 def test_a_sampler_of_sglangs_is_hooked(sglang):
-    """As on CUDA."""
-    eagle = import_module(ours.EAGLE)
-    eagle.another = eagle.tree_speculative_sampling_target_only = eagle.get_spec  # any function that SGLang defines
+    """As on CUDA, and in the other modules that have imported it."""
+    eagle, other = import_module(ours.EAGLE), import_module(ours.TREES)
+    other.imported = eagle.tree_speculative_sampling_target_only = eagle.get_spec  # any function that SGLang defines
     load(sglang)
-    for function in (eagle.tree_speculative_sampling_target_only, eagle.another):
+    for function in (eagle.tree_speculative_sampling_target_only, other.imported):
         with pytest.raises(TypeError, match="missing .* tested with 0.5.23"):
             function()
 

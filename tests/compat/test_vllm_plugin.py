@@ -128,7 +128,8 @@ class Server:
             target_logits_indices=(~is_bonus).nonzero()[:, 0], bonus_logits_indices=is_bonus.nonzero()[:, 0],
             logits_indices=torch.arange(len(logits))) if is_speculative else None
         self.num_steps += 1
-        out = self.step(self.runner, logits, metadata).sampled_token_ids
+        with torch.inference_mode():
+            out = self.step(self.runner, logits, metadata).sampled_token_ids
         return [[token for token in row if token != -1] for row in out.tolist()]
 
 
