@@ -43,22 +43,16 @@ class Defined(NamedTuple):
 
 
 class Imported(NamedTuple):
-    """A name that docs/use_it.md sets in a module: this one, whose functions look for it there; or `module`, from which
-    a function of this one imports it at each call."""
+    """A name that a plugin sets in this module, whose functions look for it there."""
     file: str
     name: str
-    module: str = ""
 
     def changes(self, text: str) -> list[str]:
         tree = ast.parse(text)
         inside = {part for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for part in ast.walk(node)}
-        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
-                   and self.name in [alias.asname or alias.name for alias in node.names]]
-        if not self.module:
-            is_there = any(node not in inside for node in imports)
-            return [] if is_there else [f"{self.name} is not imported any more"]
-        is_there = any(node in inside and node.module == self.module for node in imports)
-        return [] if is_there else [f"no function imports {self.name} from {self.module} any more"]
+        is_there = any(isinstance(node, ast.ImportFrom) and node not in inside
+                       and self.name in [alias.asname or alias.name for alias in node.names] for node in ast.walk(tree))
+        return [] if is_there else [f"{self.name} is not imported any more"]
 
 
 class Said(NamedTuple):
@@ -85,25 +79,37 @@ def _arguments(function: ast.FunctionDef) -> dict[str, object]:
     return {argument.arg: literal(node) for argument, node in zip(positional + args.kwonlyargs, defaults)}
 
 
-V1, V2 = "vllm/v1/sample", "vllm/v1/worker/gpu/spec_decode"
+V1, V2, RUNNER = "vllm/v1/sample", "vllm/v1/worker/gpu", "vllm/v1/worker/gpu_model_runner.py"
 OPS, SRT = "sglang/kernels/ops/speculative", "sglang/srt/speculative"
 SAMPLER = "tree_speculative_sampling_target_only"
 ROWS = {
     "vllm": (
         Defined(f"{V1}/rejection_sampler.py", "rejection_sample", vllm.rejection_sample),
-        Defined(f"{V2}/rejection_sampler_utils.py", "rejection_sample", vllm.probabilistic_rejection_sample),
-        Said(f"{V2}/rejection_sampler_utils.py", "draft_logits is stored pre-temperature",
+        Defined(f"{V2}/spec_decode/rejection_sampler_utils.py", "rejection_sample",
+                vllm.probabilistic_rejection_sample),
+        Said(f"{V2}/spec_decode/rejection_sampler_utils.py", "draft_logits is stored pre-temperature",
              "draft_is_scaled must be True before 0.28, and has to be decided anew after 0.33"),
-        Imported(f"{V2}/rejection_sampler.py", "rejection_sample"),
+        Imported(f"{V2}/spec_decode/rejection_sampler.py", "rejection_sample"),
+        Imported(f"{V2}/sample/sampler.py", "gumbel_sample"),
+        Said(f"{V2}/sample/sampler.py", "is_drafting=False,", "gumbel_sample draws the target's tokens by it"),
+        Said(f"{V1}/ops/topk_topp_sampler.py", "random_sample(probs, generators, self.use_fp64_gumbel)",
+             "forward_native draws by random_sample"),
+        *(Said(RUNNER, text, "seed_exact reads seeds and positions there") for text in (
+            "self.rejection_sampler(", "self.positions[:total_num_scheduled_tokens]", "self.query_start_loc.gpu[",
+            "self.input_batch.generators.get(", "self.model_config = ")),
+        Said("vllm/config/model.py", "    seed: int", "seed_exact makes seeds of it for requests without one"),
+        Said(RUNNER, "cast(Any, self.drafter).propose(", "JacobiProposer is called after each step"),
+        Said("vllm/v1/spec_decode/custom_class_proposer.py", "user_class(vllm_config)", "it makes JacobiProposer"),
     ),
     "sglang": (
         Defined(f"{OPS}/sampling.py", SAMPLER, sglang.tree_speculative_sampling_target_only),
         Imported(f"{SRT}/eagle_utils.py", SAMPLER),
         Imported(f"{SRT}/dflash_utils.py", SAMPLER),
-        Defined(f"{OPS}/tree.py", "verify_tree_greedy", sglang.verify_tree_greedy),
-        Imported(f"{OPS}/spec_tree.py", "verify_tree_greedy", f"{OPS}/tree".replace("/", ".")),
-        Defined(f"{OPS}/tree.py", "build_tree_kernel_efficient", sglang.build_tree_kernel_efficient),
-        Imported(f"{OPS}/spec_tree.py", "sgl_build_tree_kernel_efficient"),
+        *(Imported(f"{SRT}/eagle_utils.py", name) for name in ("top_k_renorm_prob", "top_p_renorm_prob")),
+        Defined(f"{SRT}/eagle_utils.py", "_verify_uses_greedy", sglang._verify_uses_greedy),
+        *(Defined(f"{OPS}/spec_tree.py", name, getattr(sglang, name))
+          for name in ("verify_tree_greedy_func", "build_tree_kernel_efficient_func")),
+        Said("sglang/srt/plugins/hook_registry.py", "REPLACE = ", "the hooks by which functions are replaced"),
     ),
 }
 

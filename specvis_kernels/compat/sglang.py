@@ -4,20 +4,26 @@ The functions have the names, arguments and outputs of the functions in sglang/k
 tree.py of SGLang 0.5.23 (before, of the package `sgl_kernel`). docs/use_it.md says which names SGLang calls them by.
 `python -m benchmarks.check_compat --sglang FOLDER` says what has moved in another version.
 They write to the tensors that SGLang allocated and read nothing back to the host. They run wherever specvis_kernels
-does; SGLang 0.5.23 calls its tree sampler on CUDA alone, and decodes greedily elsewhere.
+does. `register` is the entry point by which SGLang finds them, in each of its processes.
 """
+import functools
+import os
+
 import torch
 from torch import Tensor
 
-from .. import tree_links, verify_greedy, verify_tree
+from .. import guided_probs, tree_links, verify_greedy, verify_tree
 from .. import tree_mask as make_tree_mask
 from .._checks import check, check_count, check_dims
+from ._plugin import check_own, counted, place_of
 from ._versions import called_by
 
 FULL_MASK, QLEN_ONLY, QLEN_ONLY_BITPACKING = range(3)  # SGLang's TreeMaskMode
 INTEGERS = (torch.int64, torch.int32)
 BYTES = (torch.bool, torch.uint8, torch.int8)
 LARGEST_UNIFORM = 1 - 2.0 ** -24
+
+EAGLE, TREES = "sglang.srt.speculative.eagle_utils", "sglang.kernels.ops.speculative.spec_tree"
 
 
 @called_by("sglang")
@@ -315,3 +321,75 @@ def _write(predicts, accept_index, accept_token_num, tokens, flat, accepted_node
     after = torch.nn.functional.pad(nodes[:, 1:], (0, 1))
     follows = torch.where(at_end, next_token[:, None], tokens.gather(1, after))
     predicts.scatter_(0, index.view(-1), follows.int().view(-1))
+
+
+@functools.cache  # its hooks are registered once
+def register() -> None:
+    """Hook the tree functions here into SGLang if SPECVIS_SGLANG is 1 in the environment; without it nothing changes.
+
+    This is the entry point specvis of the group sglang.srt.plugins. It replaces what SGLang calls on every platform for
+    building trees, verifying them greedily and by sampling. Where SGLang has no tree sampler (it then decodes greedily
+    without saying so: on CPU, XPU and ROCm) the requests that ask for sampling are sampled.
+
+    Raises:
+        ValueError:   SPECVIS_SGLANG is neither 0 nor 1
+        RuntimeError: this SGLang has no such functions or no registry of hooks, or another plugin has replaced one of
+            them. SGLang logs the error, and its own functions stay
+    """
+    chosen = os.environ.get("SPECVIS_SGLANG", "")
+    if chosen not in ("", "0", "1"):
+        raise ValueError(f"SPECVIS_SGLANG must be 0 or 1, got {chosen!r}")
+    if chosen != "1":
+        return
+    registry, _ = place_of("sglang", "sglang.srt.plugins.hook_registry:HookRegistry")
+    replaced = {f"{TREES}:build_tree_kernel_efficient_func": build_tree_kernel_efficient_func,
+                f"{TREES}:verify_tree_greedy_func": verify_tree_greedy_func,
+                f"{EAGLE}:_verify_uses_greedy": _verify_uses_greedy}
+    sampling = {f"{EAGLE}:tree_speculative_sampling_target_only": tree_speculative_sampling_target_only,
+                f"{EAGLE}:top_k_renorm_prob": top_k_renorm_prob, f"{EAGLE}:top_p_renorm_prob": top_p_renorm_prob}
+    for target, function in sampling.items():
+        place, name = place_of("sglang", target)
+        if getattr(place, name) is None:  # not by a hook: it would replace each None that any module has as a name
+            setattr(place, name, counted("sglang", target, function))
+        elif function is tree_speculative_sampling_target_only:
+            replaced[target] = function
+    for target, function in replaced.items():
+        place, name = place_of("sglang", target)
+        check_own("sglang", target, getattr(place, name))
+        registry.HookRegistry.register(target.replace(":", "."), counted("sglang", target, function),
+                                       registry.HookType.REPLACE)
+
+
+def verify_tree_greedy_func(predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor,
+                            retrieve_index: Tensor, retrieve_next_token: Tensor, retrieve_next_sibling: Tensor,
+                            target_predict: Tensor, topk: int = -1) -> tuple[Tensor, Tensor, Tensor]:
+    """`verify_tree_greedy` as sglang/kernels/ops/speculative/spec_tree.py calls it for every platform."""
+    verify_tree_greedy(predicts, accept_index, accept_token_num, candidates, retrieve_index, retrieve_next_token,
+                       retrieve_next_sibling, target_predict)
+    return predicts, accept_index, accept_token_num
+
+
+def build_tree_kernel_efficient_func(
+        parent_list: Tensor, top_scores_index: Tensor, seq_lens: Tensor, tree_mask: Tensor, positions: Tensor,
+        retrieve_index: Tensor, retrieve_next_token: Tensor, retrieve_next_sibling: Tensor, topk: int, spec_steps: int,
+        num_verify_tokens: int, tree_mask_mode: int) -> None:
+    """`build_tree_kernel_efficient` as sglang/kernels/ops/speculative/spec_tree.py calls it for every platform."""
+    build_tree_kernel_efficient(parent_list, top_scores_index, seq_lens, tree_mask, positions, retrieve_index,
+                                retrieve_next_token, retrieve_next_sibling, topk, spec_steps, num_verify_tokens,
+                                tree_mask_mode)
+
+
+def _verify_uses_greedy(*, is_all_greedy: bool, is_cpu: bool, is_hip: bool, is_xpu: bool,
+                        use_rejection_sampling: bool) -> bool:
+    """Whether a batch is verified greedily: if no request asks for sampling, on any platform."""
+    return is_all_greedy
+
+
+def top_k_renorm_prob(probs: Tensor, top_k: Tensor) -> Tensor:
+    """(R, V) float32 rows without the ids after the top_k (R,) likeliest, normalized."""
+    return guided_probs(probs.log()[:, None], None, None, 1.0, top_k, 1.0).probs[:, 0]
+
+
+def top_p_renorm_prob(probs: Tensor, top_p: Tensor) -> Tensor:
+    """(R, V) float32 rows without the ids after the likeliest whose sum reaches top_p (R,), normalized."""
+    return guided_probs(probs.log()[:, None], None, None, 1.0, 0, top_p).probs[:, 0]

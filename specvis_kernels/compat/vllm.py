@@ -3,24 +3,36 @@
 `rejection_sample` has the arguments and the result of the function of that name in vllm/v1/sample/rejection_sampler.py
 of vLLM 0.33.0. `probabilistic_rejection_sample` has the arguments and the result of `rejection_sample` in
 vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py. `python -m benchmarks.check_compat --vllm FOLDER` says
-what has moved in another version. No vLLM is imported, and nothing is read back to the host. Both keep the target's
-distribution, except by FLy's rule; the random numbers differ from vLLM's.
+what has moved in another version. Neither of the two imports vLLM or reads anything back to the host. Both keep the
+target's distribution, except by FLy's rule; the random numbers differ from vLLM's.
+
+`register` is the entry point by which vLLM finds them, in each of its processes; `JacobiProposer` makes drafts of the
+target's own draws.
 
 Because nothing is read back, logits of NaN raise nothing: such a row gives token 0. With SPECVIS_CHECK=1 in the
 environment every op reads its `status` and raises StatusError (see `check_status`): set it to find such a row.
 """
-from collections.abc import Sequence
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from hashlib import sha256
 
 import torch
 from torch import Generator, Tensor
 
-from .. import guided_probs, philox_uniforms, tree_links, verify_chain, verify_greedy, verify_logits
+from .. import draw_tokens, guided_probs, philox_uniforms, tree_links, verify_chain, verify_greedy, verify_logits
 from .._checks import check, check_count, check_dims
+from ._plugin import place_of, replace
 from ._versions import called_by, is_older, versions
 
 PLACEHOLDER_TOKEN_ID = -1  # what follows the tokens of a request
 STREAM = 10                # of the uniforms for a request's drafts; the ops and the program use lower ones
 INTEGERS = (torch.int64, torch.int32)
+
+V1, V2 = "vllm.v1.sample", "vllm.v1.worker.gpu"
+V1_REJECTION_SAMPLE = f"{V1}.rejection_sampler:rejection_sample"
+V2_REJECTION_SAMPLE = f"{V2}.spec_decode.rejection_sampler:rejection_sample"
 
 
 @called_by("vllm")
@@ -31,12 +43,13 @@ def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], m
                      fly_window_size: int | None = None, fly_entropy_threshold: float | None = None,
                      fly_entropy_top_k: int = 3, *, from_logits: bool | None = None,
                      is_greedy: Tensor | bool | None = None, generators: dict[int, Generator] | None = None,
-                     verify: dict | None = None) -> Tensor:
+                     target_tokens: Tensor | None = None, verify: dict | None = None) -> Tensor:
     """Accept the leading drafts of each request, and put the recovered or the bonus token after them.
 
     Draft x is accepted if u Q(x) < P(x), and after a rejection the recovered token is drawn from max(P - Q, 0)
     (Leviathan et al., arXiv:2211.17192; see `verify_chain`). A greedy request accepts the argmaxes. A request with a
     generator gives the same tokens in any batch: it takes n + 1 numbers for its n drafts, and no number without drafts.
+    With target_tokens nothing is drawn here: drafts are accepted while they equal these.
 
     Args:
         draft_token_ids:      (D,) int64 or int32   the drafts of all requests, one request after the other
@@ -58,6 +71,8 @@ def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], m
                               None: True, and an error where an older vLLM is installed
         is_greedy:            (B,) bool, or one for all; None: as sampling_metadata says
         generators:           request -> its torch.Generator; None: as sampling_metadata says
+        target_tokens:        (D,) int64 or int32   the target's own draw in place of each draft. Then draft_probs,
+                              is_greedy and generators do not count, and of target_logits only the shape
         verify:               options of `verify_chain`: neighbors, delta, cutoff, offset, omega, residual for relaxed
                               acceptance, or rule="block"
 
@@ -65,7 +80,8 @@ def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], m
         output_token_ids:     (B, S + 1) int32   the accepted drafts, the token after them, then -1
 
     Raises:
-        ValueError: a dtype, shape or device differs from the above, or another rule is asked for
+        ValueError: a dtype, shape or device differs from the above, another rule is asked for, or there are both
+            target_tokens and verify
         TypeError:  an argument that is not listed above; the message names the tested versions of vLLM
 
     Example:
@@ -103,8 +119,11 @@ def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], m
     at = ((ends - counts)[:, None] + step[:-1]).clamp(max=max(D - 1, 0))
     drafts = torch.nn.functional.pad(draft_token_ids.long(), (0, 1))[at]
     bonus = bonus_token_ids.view(-1).long()
-    if isinstance(is_greedy, bool) and is_greedy and not verify:
-        targets = torch.nn.functional.pad(target_logits.argmax(-1), (0, 1))[at]
+    if target_tokens is None and isinstance(is_greedy, bool) and is_greedy and not verify:
+        target_tokens = target_logits.argmax(-1)
+    if target_tokens is not None:
+        _check_exact(target_tokens, verify, like=target_logits, D=D)
+        targets = torch.nn.functional.pad(target_tokens.long(), (0, 1))[at]
         targets = torch.where(step < counts[:, None], torch.nn.functional.pad(targets, (0, 1)), bonus[:, None])
         chain = tree_links(torch.where(step <= counts[:, None], step - 1, -2).int())
         result = verify_greedy(targets, torch.nn.functional.pad(drafts, (1, 0)), chain.first_child, chain.next_sibling,
@@ -131,14 +150,15 @@ def probabilistic_rejection_sample(
         use_fp64: bool = False, use_block_verification: bool = False, contexts: Tensor | None = None,
         watermarking: Tensor | None = None, watermarking_skip_mask: Tensor | None = None,
         watermark_key: int | None = None, fly_window_size: int = 0, fly_entropy_threshold: float = 0.3,
-        fly_entropy_top_k: int = 3, *, draft_is_scaled: bool | None = None,
+        fly_entropy_top_k: int = 3, *, draft_is_scaled: bool | None = None, target_tokens: Tensor | None = None,
         verify: dict | None = None) -> tuple[Tensor, Tensor]:
     """Accept the leading drafts of each request from the target's logits, by noise that its seed and positions decide.
 
     The rule is the one of `rejection_sample`, unless another is asked for. A row is turned into probabilities only if
     verification reaches it (see `verify_logits`). Draft i of a request is decided by the uniform of (seed, position of
     the row that predicts it), and the token after the accepted drafts by another uniform of (seed, position of the
-    first row). So a request gives the same tokens in any batch and any order.
+    first row). So a request gives the same tokens in any batch and any order. With target_tokens nothing is drawn here:
+    drafts are accepted while they equal these.
 
     Args:
         target_logits:         (T, V) float32, float16 or bfloat16   processed: temperature and filters are applied
@@ -164,6 +184,8 @@ def probabilistic_rejection_sample(
         draft_is_scaled:       whether the temperature has been applied to draft_logits: False for vLLM from 0.28 on,
                                which keeps them as the draft model gave them; True before, when it kept them after the
                                temperature. It has no default: the wrong answer moves the distribution
+        target_tokens:         (T,) int64 or int32      the target's own draw at each row. Then draft_logits,
+                               temperature and seed do not count, and of target_logits only the shape
         verify:                options of `verify_logits` for relaxed acceptance: neighbors, delta (a number), cutoff,
                                offset, residual
 
@@ -172,8 +194,8 @@ def probabilistic_rejection_sample(
         num_sampled:           (B,) int32         how many tokens that is
 
     Raises:
-        ValueError: a dtype, shape or device differs from the above, another rule is asked for, or draft_is_scaled is
-            missing where there are draft_logits
+        ValueError: a dtype, shape or device differs from the above, another rule is asked for, there are both
+            target_tokens and verify, or draft_is_scaled is missing where there are draft_logits
         TypeError:  an argument that is not listed above; the message names the tested versions of vLLM
 
     Example:
@@ -197,7 +219,7 @@ def probabilistic_rejection_sample(
             raise ValueError(f"{name} must be None: no watermark is written")
     if use_block_verification and fly_window_size > 0:
         raise ValueError(f"fly_window_size must be 0 with use_block_verification, got {fly_window_size}")
-    if draft_logits is not None and draft_is_scaled is None:
+    if draft_logits is not None and draft_is_scaled is None and target_tokens is None:
         raise ValueError("draft_is_scaled must be given with draft_logits: False if they were kept before the "
                          "temperature, as in vLLM from 0.28 on, True if after it")
     T, V = check_dims("target_logits", target_logits, "TV")
@@ -214,9 +236,13 @@ def probabilistic_rejection_sample(
     counts = cu_num_logits.long().diff() - 1
     step = torch.arange(S + 1, device=target_logits.device)
     at = (first[:, None] + step).clamp(max=max(T - 1, 0))  # T may be larger: rows after the last request's are unused
-    logits, tokens, positions = (x[at] for x in (target_logits, draft_sampled.long(), pos.long()))
+    tokens = draft_sampled.long()[at]
     chain = tree_links(torch.where(step <= counts[:, None], step - 1, -2).int())
-    words = philox_uniforms(seed[state], positions, 2, stream=STREAM)
+    if target_tokens is not None:
+        _check_exact(target_tokens, verify, like=target_logits, T=T)
+        result = verify_greedy(target_tokens.long()[at], tokens, chain.first_child, chain.next_sibling, max_depth=S)
+        return _then_next(tokens[:, 1:], result.num_accepted, result.next_token, 0), result.num_accepted + 1
+    words = philox_uniforms(seed[state], pos.long()[at], 2, stream=STREAM)
     uniforms = torch.cat([words[:, :1, 1], words[:, :-1, 0]], 1)  # row n - 1 predicts and decides node n > 0
     rule = dict(verify or {})
     if draft_logits is not None and S:
@@ -231,8 +257,9 @@ def probabilistic_rejection_sample(
         result = _verify_chains(target_logits, draft_sampled, cu_num_logits.long(), uniforms, temperature[state] <= 0,
                                 **rule)
     else:
-        result = verify_logits(logits, None, tokens, chain.first_child, chain.next_sibling, uniforms, guidance=1.0,
-                               temperature=(temperature[state] > 0).float(), top_k=0, top_p=1.0, max_depth=S, **rule)
+        result = verify_logits(target_logits[at], None, tokens, chain.first_child, chain.next_sibling, uniforms,
+                               guidance=1.0, temperature=(temperature[state] > 0).float(), top_k=0, top_p=1.0,
+                               max_depth=S, **rule)
     return _then_next(tokens[:, 1:], result.num_accepted, result.next_token, 0), result.num_accepted + 1
 
 
@@ -263,8 +290,188 @@ def _verify_chains(target_logits, draft_sampled, cu_num_logits, uniforms, greedy
                         greedy=greedy, **rule)
 
 
+def _check_exact(target_tokens: Tensor, verify: dict | None, like: Tensor, **sizes: int) -> None:
+    check("target_tokens", target_tokens, INTEGERS, like=like, **sizes)
+    if verify:
+        raise ValueError(f"verify must be None with target_tokens, got {sorted(verify)}: relaxed acceptance takes "
+                         "tokens that the target did not draw")
+
+
 def _then_next(drafts: Tensor, num_accepted: Tensor, next_token: Tensor, pad: int) -> Tensor:
     """(B, S) drafts of which the first num_accepted are kept, then the next token: (B, S + 1)."""
     step = torch.arange(drafts.shape[1], device=drafts.device)
     kept = torch.nn.functional.pad(torch.where(step < num_accepted[:, None], drafts, pad), (0, 1), value=pad)
     return kept.scatter(1, num_accepted[:, None].long(), next_token[:, None])
+
+
+@functools.cache  # vLLM may call it again
+def register() -> None:
+    """Replace vLLM's rejection samplers as SPECVIS_VLLM in the environment says; without it nothing changes.
+
+    This is the entry point specvis of the group vllm.general_plugins. There are two modes, and they exclude each other:
+
+        rejection    vLLM's rule, drafts accepted by a ratio of probabilities, by the two functions here
+        seed_exact   drafts accepted while they equal the target's own draws, which the request's seed and the position
+                     decide: any proposer gives the tokens of decoding without drafts. The v1 engine then draws all
+                     tokens with our noise (`draw_tokens`), also without drafts. Model runner V2 draws with vLLM's own
+                     noise, so the tokens are those of vLLM without speculation and without this plugin.
+                     `JacobiProposer` needs this mode
+
+    A request of the v1 engine without a seed gets one from its id and the engine's seed.
+
+    Raises:
+        ValueError:   SPECVIS_VLLM is neither of the two
+        RuntimeError: this vLLM has no such functions, or another plugin has replaced one of them
+    """
+    mode = os.environ.get("SPECVIS_VLLM", "")
+    if mode == "rejection":
+        replace("vllm", V1_REJECTION_SAMPLE, rejection_sample)
+        replace("vllm", V2_REJECTION_SAMPLE,
+                functools.partial(probabilistic_rejection_sample, draft_is_scaled=is_older("vllm", 0, 28)))
+    elif mode == "seed_exact":
+        _draws.install()
+        sampler, name = place_of("vllm", f"{V2}.sample.sampler:gumbel_sample")
+        replace("vllm", V2_REJECTION_SAMPLE, functools.partial(_accept_equal, getattr(sampler, name)))
+    elif mode:
+        raise ValueError(f"SPECVIS_VLLM must be rejection or seed_exact, one of the two, got {mode!r}")
+
+
+def _accept_equal(gumbel_sample: Callable, target_logits: Tensor, draft_logits: Tensor | None, *rest,
+                  use_fp64: bool = False, **named) -> tuple[Tensor, Tensor]:
+    """`probabilistic_rejection_sample` by the draws that vLLM's sampler makes from these rows without drafts."""
+    _, _, pos, _, expanded_idx_mapping, _, temperature, seed = rest[:8]  # vLLM hands these over by place
+    tokens = gumbel_sample(target_logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature=False,
+                           is_drafting=False, use_fp64=use_fp64)
+    return probabilistic_rejection_sample(target_logits, None, *rest, use_fp64=use_fp64, target_tokens=tokens, **named)
+
+
+class _TargetDraws:
+    """The target's own draws in vLLM's v1 engine, from each row by the noise of (seed, position).
+
+    vLLM hands neither seeds nor positions to its samplers. So they are read from its runner before it samples a step.
+    Every draw is made from the logarithm of float32 probabilities, as vLLM hands them to `random_sample`: a row read
+    for a draft and the same row read without drafts give the same token.
+    """
+    window = 0    # how many drafts JacobiProposer makes; 0: there is none
+    seeds = None  # (B,) int64, in a step of the runner alone: vLLM calls its samplers to measure memory, too
+
+    def install(self) -> None:
+        self.own_sample = replace("vllm", "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample", self.sample)
+        self.own_rejection_sample = replace("vllm", V1_REJECTION_SAMPLE, self.rejection_sample)
+        self.own_random_sample = replace("vllm", f"{V1}.ops.topk_topp_sampler:random_sample", self.random_sample)
+        sampler, _ = place_of("vllm", f"{V1}.ops.topk_topp_sampler:TopKTopPSampler.forward_native")
+        for name in ("forward_cuda", "forward_cpu", "forward_hip", "forward_xpu"):
+            setattr(sampler, name, sampler.forward_native)  # which alone calls random_sample
+
+    def sample(self, runner, logits: Tensor, spec_decode_metadata):
+        batch = runner.input_batch
+        seeds = [batch.generators[b].initial_seed() if b in batch.generators else
+                 int.from_bytes(sha256(f"{runner.model_config.seed} {request}".encode()).digest()[:8], "little")
+                 for b, request in enumerate(batch.req_ids[:batch.num_reqs])]
+        last_rows = runner.query_start_loc.gpu[1:batch.num_reqs + 1].long() - 1
+        self.positions = runner.positions[last_rows]
+        self.seeds = torch.tensor(seeds, dtype=torch.uint64).view(torch.int64).to(logits.device, non_blocking=True)
+        metadata, self.guesses = batch.sampling_metadata, None
+        self.is_greedy = None if metadata.all_greedy else metadata.temperature <= 0
+        try:
+            return self.own_sample(runner, logits, spec_decode_metadata)
+        finally:
+            self.seeds = None
+
+    def random_sample(self, probs: Tensor, *rest) -> Tensor:
+        """Of the last row of each request, (B, V); and guesses for the next positions from the same row."""
+        if self.seeds is None:
+            return self.own_random_sample(probs, *rest)
+        logits = probs.log()
+        self.guesses = [_draw(logits, self.seeds, self.positions + step) for step in range(1, self.window + 1)]
+        return _draw(logits, self.seeds, self.positions)
+
+    def rejection_sample(self, draft_token_ids: Tensor, num_draft_tokens: list[int], max_spec_len: int,
+                         cu_num_draft_tokens: Tensor, draft_probs: Tensor | None, target_logits: Tensor,
+                         bonus_token_ids: Tensor, *rest, **named) -> Tensor:
+        arguments = (draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits,
+                     bonus_token_ids, *rest)
+        if self.seeds is None:
+            return self.own_rejection_sample(*arguments, **named)
+        ends, D, device = cu_num_draft_tokens.long(), len(target_logits), target_logits.device
+        request = torch.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=D)
+        tokens = target_logits.argmax(-1)
+        if self.is_greedy is not None:
+            positions = (self.positions - ends)[request] + torch.arange(D, device=device)  # the last row has no draft
+            logits = target_logits.softmax(-1, dtype=torch.float32).log()
+            tokens = torch.where(self.is_greedy[request], tokens, _draw(logits, self.seeds[request], positions))
+        if self.window:
+            bonus = bonus_token_ids.view(-1).long()
+            guesses = bonus.expand(self.window, -1)
+            if self.is_greedy is not None:
+                guesses = torch.where(self.is_greedy, guesses, torch.stack(self.guesses))
+            self.drawn = num_draft_tokens, torch.cat([tokens, bonus, guesses.T.reshape(-1)])
+        return rejection_sample(*arguments, **named, target_tokens=tokens)
+
+    def chains(self) -> list[list[int]]:
+        """For each request of the last step, the draw at each of its rows, and a guess for each of the window."""
+        counts, tokens = self.drawn
+        *draws, bonus, guesses = tokens.cpu().split([*counts, len(counts), len(counts) * self.window])
+        rows = torch.cat([bonus[:, None], guesses.view(-1, self.window)], 1).tolist()
+        return [drawn.tolist() + row for drawn, row in zip(draws, rows)]
+
+
+def _draw(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """(R,) int64, from (R, V) rows of (R,) seeds and positions."""
+    return draw_tokens(logits[:, None], None, None, 1.0, 0, 1.0, seeds, positions[:, None]).tokens[:, 0]
+
+
+_draws = _TargetDraws()  # the samplers' and the proposer's, which vLLM makes from the name of its class
+
+
+class JacobiProposer:
+    """Drafts for vLLM's method custom_class, without a draft model: the draws after the first miss are the next drafts.
+
+    Verification draws the target's token at every row of a step. The draws after the first one that misses its draft
+    are not emitted, as their rows have read a wrong token. They are good guesses nevertheless, because their noise is
+    the one by which these positions will be drawn again. Guesses for positions without a row are drawn from the
+    request's last row, with their own noise. (Jacobi decoding with shared noise: arXiv:2510.24211.)
+
+    It needs SPECVIS_VLLM=seed_exact, and vLLM's v1 model runner: V2 refuses custom classes.
+
+        SPECVIS_VLLM=seed_exact vllm serve MODEL --speculative-config \
+            '{"method": "custom_class", "model": "specvis_kernels.compat.vllm.JacobiProposer",
+              "num_speculative_tokens": 16}'
+
+    Args:
+        vllm_config: vLLM's; its model runner, the number of speculative tokens and the longest model length are read
+
+    Raises:
+        ValueError: the model runner is V2, or the rejection sampler of this process is not the one of seed_exact
+    """
+
+    def __init__(self, vllm_config):
+        if getattr(vllm_config, "use_v2_model_runner", False):
+            raise ValueError("vllm_config must have the v1 model runner, got V2, which has no custom proposers: "
+                             "VLLM_USE_V2_MODEL_RUNNER must be 0 or unset")
+        module, _, name = V1_REJECTION_SAMPLE.partition(":")
+        current = getattr(sys.modules.get(module), name, None)
+        if getattr(current, "__wrapped__", None) != _draws.rejection_sample:
+            raise ValueError("JacobiProposer needs the sampler that SPECVIS_VLLM=seed_exact installs, got "
+                             f"SPECVIS_VLLM={os.environ.get('SPECVIS_VLLM', '')!r}, and {V1_REJECTION_SAMPLE} of "
+                             f"{getattr(current, '__module__', None)}")
+        self.max_model_len = vllm_config.model_config.max_model_len
+        _draws.window = vllm_config.speculative_config.num_speculative_tokens
+
+    def load_model(self, *args, **kwargs) -> None:
+        """There is none."""
+
+    def propose(self, sampled_token_ids: list[list[int]], num_tokens_no_spec, token_ids_cpu,
+                slot_mappings=None) -> list[list[int]]:
+        """The next drafts of each request, from the draws of the step that has just been sampled.
+
+        Args:
+            sampled_token_ids:  the tokens that the step has emitted for each of B requests; none: no drafts
+            num_tokens_no_spec: (B,) integers   how many tokens each request has now
+            token_ids_cpu, slot_mappings: not read
+
+        Returns:
+            B lists of at most num_speculative_tokens tokens, no more than the model's longest length leaves room for
+        """
+        return [chain[len(new):][:min(_draws.window, max(0, self.max_model_len - int(length)))] if new else []
+                for chain, new, length in zip(_draws.chains(), sampled_token_ids, num_tokens_no_spec)]

@@ -25,19 +25,31 @@ def rejection_sample(
     pass
 """,
     "vllm/v1/worker/gpu/spec_decode/rejection_sampler.py": "from utils import rejection_sample\n",
+    "vllm/v1/worker/gpu/sample/sampler.py": "from gumbel import gumbel_sample\ngumbel_sample(is_drafting=False,)\n",
+    "vllm/v1/sample/ops/topk_topp_sampler.py": "random_sample(probs, generators, self.use_fp64_gumbel)\n",
+    "vllm/v1/worker/gpu_model_runner.py": """
+self.model_config = 0
+self.positions[:total_num_scheduled_tokens] = self.query_start_loc.gpu[0] + self.input_batch.generators.get(0)
+self.rejection_sampler()
+cast(Any, self.drafter).propose()
+""",
+    "vllm/config/model.py": "class ModelConfig:\n    seed: int = 0\n",
+    "vllm/v1/spec_decode/custom_class_proposer.py": "user_class(vllm_config)\n",
     "python/sglang/kernels/ops/speculative/sampling.py":
         f"def {SAMPLER}(predicts, accept_index, accept_token_num, {TREE}, uniform_samples,\n"
         "        uniform_samples_for_final_sampling, target_probs, draft_probs, threshold_single=1.0,\n"
         "        threshold_acc=1.0, deterministic=True):\n    pass\n",
-    "python/sglang/kernels/ops/speculative/tree.py":
-        "def build_tree_kernel_efficient(parent_list, selected_index, verified_seq_len, tree_mask, positions,\n"
-        "        retrive_index, retrive_next_token, retrive_next_sibling, topk, depth, draft_token_num,\n"
-        "        tree_mask_mode):\n    pass\n"
-        f"def verify_tree_greedy(predicts, accept_index, accept_token_num, {TREE}, target_predict):\n    pass\n",
     "python/sglang/kernels/ops/speculative/spec_tree.py":
-        "if is_cuda:\n    from tree import build_tree_kernel_efficient as sgl_build_tree_kernel_efficient\n"
-        "def verify():\n    from sglang.kernels.ops.speculative.tree import verify_tree_greedy\n",
-    "python/sglang/srt/speculative/eagle_utils.py": f"from verify_sampling import {SAMPLER}\n",
+        "def build_tree_kernel_efficient_func(parent_list, top_scores_index, seq_lens, tree_mask, positions,\n"
+        "        retrieve_index, retrieve_next_token, retrieve_next_sibling, topk, spec_steps, num_verify_tokens,\n"
+        "        tree_mask_mode):\n    pass\n"
+        "def verify_tree_greedy_func(predicts, accept_index, accept_token_num, candidates, retrieve_index,\n"
+        "        retrieve_next_token, retrieve_next_sibling, target_predict, topk=-1):\n    pass\n",
+    "python/sglang/srt/speculative/eagle_utils.py":
+        f"from verify_sampling import {SAMPLER}\n"
+        "if is_cuda:\n    from renorm import top_k_renorm_prob, top_p_renorm_prob\n"
+        "def _verify_uses_greedy(*, is_all_greedy, is_cpu, is_hip, is_xpu, use_rejection_sampling):\n    pass\n",
+    "python/sglang/srt/plugins/hook_registry.py": "class HookType:\n    REPLACE = 0\n",
     "python/sglang/srt/speculative/dflash_utils.py":
         f"try:\n    from verify_sampling import {SAMPLER}\nexcept ImportError:\n    {SAMPLER} = None\n",
 }
@@ -75,10 +87,10 @@ def test_nothing_has_moved(tmp_path, capsys):
     ("spec_decode/rejection_sampler.py", "import rejection_sample", "import reject as rejection_sampler",
      "rejection_sample (imported) rejection_sample is not imported any more"),
     ("sampling.py", "predicts, ", "", "predicts is gone"),
-    ("spec_tree.py", "speculative.tree import", "other import",
-     "no function imports verify_tree_greedy from sglang.kernels.ops.speculative.tree any more"),
-    ("spec_tree.py", "if is_cuda:", "def build():", "sgl_build_tree_kernel_efficient is not imported any more"),
-    ("spec_tree.py", "def verify():", "if is_cuda:", "no function imports verify_tree_greedy from"),
+    ("spec_tree.py", "topk=-1):", "topk=-1, coins=None):", "verify_tree_greedy_func (defined) coins is new"),
+    ("eagle_utils.py", "if is_cuda:", "def build():", "top_p_renorm_prob is not imported any more"),
+    ("eagle_utils.py", "is_xpu,", "is_xpu, is_tpu,", "_verify_uses_greedy (defined) is_tpu is new"),
+    ("gpu_model_runner.py", ".gpu[0]", ".cpu[0]", "is not said any more: seed_exact reads seeds and positions there"),
 ])
 def test_it_says_what_has_moved(tmp_path, capsys, monkeypatch, file, before, after, message):
     name = next(name for name in FILES if name.endswith(file))

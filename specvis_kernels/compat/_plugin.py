@@ -1,0 +1,62 @@
+"""What the plugins for vLLM and SGLang share: which function of a server is replaced, and the proof that ours runs."""
+import functools
+import importlib
+import logging
+from collections.abc import Callable
+
+from ._versions import versions
+
+
+def place_of(decoder: str, target: str) -> tuple[object, str]:
+    """The module or class in which the last name of `target` is set, and that name. "a.b:C.f" is f of class C of a.b.
+
+    Raises:
+        RuntimeError: this version of the decoder has no such name
+    """
+    module, _, path = target.partition(":")
+    *owners, name = path.split(".")
+    try:
+        place = functools.reduce(getattr, owners, importlib.import_module(module))
+        getattr(place, name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise RuntimeError(f"{decoder} must have {target}, which specvis_kernels replaces or calls, got: {error} "
+                           f"({versions(decoder)})") from error
+    return place, name
+
+
+def counted(decoder: str, target: str, function: Callable) -> Callable:
+    """`function`, which counts its calls in `num_calls` and says in the log of `decoder` at the first one that it runs.
+
+    The name of the logger begins with the decoder's, whose handlers show it.
+    """
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        call.num_calls += 1
+        if call.num_calls == 1:
+            logging.getLogger(f"{decoder}.specvis_kernels").info("%s is the one of specvis_kernels", target)
+        return function(*args, **kwargs)
+
+    call.num_calls = 0
+    return call
+
+
+def check_own(decoder: str, target: str, function: Callable) -> None:
+    """Raise RuntimeError unless the decoder itself defines `function`: two plugins cannot replace it both."""
+    module = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
+    if module.partition(".")[0] != decoder:
+        raise RuntimeError(f"{target} must be {decoder}'s own function, got one of {module}: another plugin has "
+                           f"replaced it. {decoder.upper()}_PLUGINS names the plugins that {decoder} loads: leave one "
+                           "of the two out")
+
+
+def replace(decoder: str, target: str, function: Callable) -> Callable:
+    """Set `function`, counted, in place of the decoder's. Returns the decoder's own.
+
+    Raises:
+        RuntimeError: this version has no such function, or another plugin has replaced it
+    """
+    place, name = place_of(decoder, target)
+    own = getattr(place, name)
+    check_own(decoder, target, own)
+    setattr(place, name, counted(decoder, target, function))
+    return own
