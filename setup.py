@@ -43,6 +43,7 @@ FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall",
 CUDA_FLAGS = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall",
               "-fmad=false",                       # on the GPU too
               "-Xptxas=-v"]                        # what each kernel uses, for tests/test_cuda_build.py
+LINKER = "--no-undefined,--gc-sections,--version-script=csrc/exports.map"  # of libstdc++ only what is used, hidden
 
 
 def say(line: str) -> None:
@@ -157,6 +158,23 @@ def warn_of_another_cuda(nvcc: str, torch: Path) -> None:
             f"{release.partition('.')[0]}, Triton's kernels run")
 
 
+def own_libstdcxx(compiler: str) -> list[str]:
+    """The flags that put libstdc++ into the library, so that it loads beside an older one. They need a static one."""
+    archive = Path(said_by(compiler, "-print-file-name=libstdc++.a").strip())
+    return ["-pthread", "-ldl", *(["-static-libstdc++"] if archive.is_file() else [])]  # the former for old glibc
+
+
+def manylinux(tag: str, libraries: list[Path]) -> str:
+    """The tag of a platform, with the oldest glibc that has what the libraries need, but at least 2.28, torch's own.
+    The versions that they need stand in them. If they need a libstdc++ newer than that glibc's, the tag stays."""
+    inside = b"".join(library.read_bytes() for library in libraries)
+    glibc, libstdcxx = ([int(version) for version in re.findall(name + rb"([0-9]+)[0-9.]*\0", inside)]
+                        for name in (rb"GLIBC_2\.", rb"GLIBCXX_3\.4\."))
+    if not glibc or max(libstdcxx, default=0) > 24:
+        return tag
+    return tag.replace("linux_", f"manylinux_2_{max(28, *glibc)}_", 1)
+
+
 def read_by(target: Path) -> list[Path]:
     """What the compiler read of ours for this object, by the rule of make that it wrote beside it."""
     rule = target.with_suffix(".d")
@@ -202,14 +220,15 @@ class Build(build_ext):
             gpus = gpu_flags(self.nvcc)
             compile = [*cached(self.nvcc), *ccbin, *CUDA_FLAGS, "-Xcompiler", nowhere, *gpus,
                        *compression_flags(self.nvcc)]
-            link = [self.nvcc, *ccbin, "-Xlinker", "--no-undefined,-s"]  # without the names of nvcc's temporary files
+            link = [self.nvcc, *ccbin, "-Xlinker", f"{LINKER},-s",  # without the names of nvcc's temporary files
+                    "-Xcompiler", ",".join(own_libstdcxx(self.compiler_path))]
             defines = [*DEFINES, "-DSPECVIS_CUDA"]
             codes = [flag.partition("code=")[2] for flag in gpus[1::2]]
             objects = OBJECTS / "-".join(codes)
             say(f"CUDA kernels are built by {self.nvcc} for {', '.join(codes)}")
             warn_of_another_cuda(self.nvcc, self.torch)
         else:
-            link += ["-Wl,--no-undefined"]
+            link += [f"-Wl,{LINKER}", *own_libstdcxx(self.compiler_path)]
         # From the end of the alphabet: verify_* take the longest, and should not be what a last core is left with.
         targets = {objects / f"{source}.o": source for source in extension.sources[::-1]}
         old = [target for target in targets if not is_fresh(target)]
@@ -237,8 +256,7 @@ class Build(build_ext):
 
 class Wheel(bdist_wheel):
     def get_tag(self):
-        return "py3", "none", super().get_tag()[2]
-
+        return "py3", "none", manylinux(super().get_tag()[2], sorted(Path(self.bdist_dir).rglob("_ops*.so")))
 
 
 def sources(*patterns: str) -> list[str]:
