@@ -156,7 +156,7 @@ Tensors<2> sample_residual(const Tensor& target_probs, const MaybeTensor& draft_
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
+STABLE_TORCH_LIBRARY_IMPL(SPECVIS_NAMESPACE, DEVICE, m) {
   OP(draft_children);
   OP(draft_frontier);
   OP(draw_children);
