@@ -181,9 +181,9 @@ def warn_of_another_cuda(nvcc: str, torch: Path) -> None:
 
 
 def own_libstdcxx(compiler: str) -> list[str]:
-    """The flags that put libstdc++ into the library, so that it loads beside an older one. They need a static one."""
+    """The flag that puts libstdc++ into the library, so that it loads beside an older one. It needs a static one."""
     archive = Path(said_by(compiler, "-print-file-name=libstdc++.a").strip())
-    return ["-pthread", "-ldl", *(["-static-libstdc++"] if archive.is_file() else [])]  # the former for old glibc
+    return ["-static-libstdc++"] if archive.is_file() else []
 
 
 def manylinux(tag: str, libraries: list[Path]) -> str:
@@ -245,7 +245,7 @@ class Build(build_ext):
             compile = [*cached(self.nvcc), *ccbin, *CUDA_FLAGS, "-Xcompiler", nowhere, *gpus,
                        *compression_flags(self.nvcc)]
             link = [self.nvcc, *ccbin, "-Xlinker", f"{LINKER},-s",  # without the names of nvcc's temporary files
-                    "-Xcompiler", ",".join(own_libstdcxx(self.compiler_path))]
+                    *(f"-Xcompiler={flag}" for flag in own_libstdcxx(self.compiler_path))]
             defines.append("-DSPECVIS_CUDA")
             codes = [flag.partition("code=")[2] for flag in gpus[1::2]]
             objects = OBJECTS / "-".join(codes)
@@ -270,8 +270,8 @@ class Build(build_ext):
             list(pool.map(compile_one, range(1, len(old) + 1), old))
         library = Path(self.get_ext_fullpath(extension.name))
         library.parent.mkdir(parents=True, exist_ok=True)
-        run(*link, "-shared", *targets, f"-L{self.torch / 'lib'}", "-ltorch_cpu", "-o", library,
-            log=objects / f"{library.name}.log")
+        run(*link, "-shared", *targets, f"-L{self.torch / 'lib'}", "-ltorch_cpu", "-lpthread", "-ldl", "-o", library,
+            log=objects / f"{library.name}.log")  # in libpthread and libdl is what glibc has itself from 2.34 on
 
     def copy_file(self, source, target, *_, **__):  # to the source folder, in one step: others may be loading it
         shutil.copy(source, f"{target}.new")
