@@ -292,8 +292,9 @@ class Hub(Command):
         pass
 
     def run(self):
-        torch = find_torch()
-        nvcc = find_nvcc(torch)
+        if not find_compiler():
+            sys.exit("specvis_kernels: the hub's variants are of compiled kernels, but there is no C++ compiler")
+        nvcc = find_nvcc(find_torch())
         backend = {"type": "cuda", "archs": archs_of(gpu_flags(nvcc))} if nvcc else {"type": "cpu"}
         package = [path for path in sorted(Path("specvis_kernels").rglob("*")) if path.suffix in (".py", ".typed")]
         made_of = hashlib.sha256(b"".join(path.read_bytes() for path in [
@@ -320,7 +321,7 @@ class Hub(Command):
         (variant / "metadata.json").write_text(json.dumps({
             "name": "specvis-kernels", "id": name, "version": 0, "license": "Apache-2.0", "python-depends": [],
             "backend": backend, "digest": {"algorithm": "sha256", "files": files}}, indent=2) + "\n")
-        say(f"{variant} has {name}: kernels.get_local_kernel('{Path('build/hub').resolve()}') loads it")
+        say(f"{variant} has {name}: kernels.get_local_kernel(Path('build/hub')) loads it")
 
 
 class Wheel(bdist_wheel):
