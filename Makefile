@@ -29,7 +29,7 @@ CLANG_FORMAT := $(VENV)/bin/clang-format csrc/*/*.* csrc/*/*/*.* tests/cuda_on_c
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install cuda test test-all test-transformers constraints lint format demo compare bench sass bounds fuzz gpu \
-	clean
+	hub clean
 
 install: $(VENV)/installed
 
@@ -90,6 +90,9 @@ cuda: $(VENV)/installed  # the CUDA library, for this machine's GPU; without one
 	command -v nvidia-smi > /dev/null || export TORCH_CUDA_ARCH_LIST=$${TORCH_CUDA_ARCH_LIST:-9.0}; \
 	if command -v nvcc > /dev/null; then SPECVIS_CUDA=1 $(VENV)/bin/python setup.py build_ext --inplace; \
 	else echo "no nvcc in CUDA_HOME, PATH or /usr/local/cuda: going on without the CUDA library"; fi
+
+hub: $(VENV)/installed  # build/hub, for Hugging Face's library `kernels`
+	$(VENV)/bin/python setup.py hub
 
 HINT := $(if $(CONSTRAINTS),|| { echo "$(CONSTRAINTS) may not fit this Python or machine (see above): make CONSTRAINTS= takes the newest"; exit 1; })
 

@@ -20,7 +20,11 @@ own into the kernels' names, and where torch is into the library.
     TORCH_CUDA_ARCH_LIST  the GPUs to build for; unless set, this machine's, and without one those of
                           "8.0;9.0;10.0+PTX" that nvcc knows
 """
+import base64
+import hashlib
+import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -30,11 +34,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-NEED_TORCH = {"build", "build_ext", "bdist_wheel", "dist_info", "editable_wheel", "install", "develop"}
+NEED_TORCH = {"build", "build_ext", "bdist_wheel", "dist_info", "editable_wheel", "hub", "install", "develop"}
 OBJECTS = Path("build", f"objects-{sysconfig.get_platform()}")  # kept between builds, editable ones too
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"]  # what torch 2.10 has
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall",
@@ -43,6 +47,19 @@ FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall",
 CUDA_FLAGS = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall",
               "-fmad=false",                       # on the GPU too
               "-Xptxas=-v"]                        # what each kernel uses, for tests/test_cuda_build.py
+LINKER = "--no-undefined,--gc-sections,--version-script=csrc/exports.map"  # of libstdc++ only what is used, hidden
+
+FOR_OLDER_LOADERS = """import importlib.util
+import sys
+from pathlib import Path
+
+name = "{name}"
+if name not in sys.modules:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent.parent / "__init__.py")
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+globals().update(vars(sys.modules[name]))
+"""  # Hugging Face's `kernels` looked for a folder of the kernel's name
 
 
 def say(line: str) -> None:
@@ -137,6 +154,12 @@ def gpu_flags(nvcc: str) -> list[str]:
     return flags
 
 
+def archs_of(flags: list[str]) -> list[str]:
+    """The GPUs of flags of nvcc as TORCH_CUDA_ARCH_LIST names them."""
+    codes = re.findall(r"code=(sm|compute)_(\d+)(\d[af]?)", " ".join(flags))
+    return [f"{major}.{minor}{'+PTX' if kind == 'compute' else ''}" for kind, major, minor in codes]
+
+
 def release_of(nvcc: str) -> str | None:
     """E.g. 13.0"""
     match = re.search(r"release (\d+\.\d+)", said_by(nvcc, "--version"))
@@ -155,6 +178,23 @@ def warn_of_another_cuda(nvcc: str, torch: Path) -> None:
     if cuda and release and cuda.partition(".")[0] != release.partition(".")[0]:
         say(f"warning: nvcc is of CUDA {release}, but torch of CUDA {cuda}: where the driver does not know CUDA "
             f"{release.partition('.')[0]}, Triton's kernels run")
+
+
+def own_libstdcxx(compiler: str) -> list[str]:
+    """The flag that puts libstdc++ into the library, so that it loads beside an older one. It needs a static one."""
+    archive = Path(said_by(compiler, "-print-file-name=libstdc++.a").strip())
+    return ["-static-libstdc++"] if archive.is_file() else []
+
+
+def manylinux(tag: str, libraries: list[Path]) -> str:
+    """The tag of a platform, with the oldest glibc that has what the libraries need, but at least 2.28, torch's own.
+    The versions that they need stand in them. If they need a libstdc++ newer than that glibc's, the tag stays."""
+    inside = b"".join(library.read_bytes() for library in libraries)
+    glibc, libstdcxx = ([int(version) for version in re.findall(name + rb"([0-9]+)[0-9.]*\0", inside)]
+                        for name in (rb"GLIBC_2\.", rb"GLIBCXX_3\.4\."))
+    if not glibc or max(libstdcxx, default=0) > 24:
+        return tag
+    return tag.replace("linux_", f"manylinux_2_{max(28, *glibc)}_", 1)
 
 
 def read_by(target: Path) -> list[Path]:
@@ -183,6 +223,8 @@ def run(*command, log: Path) -> None:
 
 
 class Build(build_ext):
+    namespace = "specvis_kernels"  # in torch.ops
+
     def get_ext_filename(self, name):  # no tag of a Python version: it is not a Python module
         return name.replace(".", os.sep) + ".so"
 
@@ -196,22 +238,24 @@ class Build(build_ext):
     def build_extension(self, extension):
         nowhere = f"-ffile-prefix-map={self.torch}=torch"  # the library names no folder
         compile, link, objects = [*cached(self.compiler_path), *FLAGS, nowhere], [self.compiler_path], OBJECTS
-        defines = DEFINES
+        defines = [*DEFINES, f"-DSPECVIS_NAMESPACE={self.namespace}"]
         if extension.name.endswith("_cuda"):  # nvcc knows where CUDA's headers and its static runtime are
             ccbin = ["-ccbin", self.compiler_path]
             gpus = gpu_flags(self.nvcc)
             compile = [*cached(self.nvcc), *ccbin, *CUDA_FLAGS, "-Xcompiler", nowhere, *gpus,
                        *compression_flags(self.nvcc)]
-            link = [self.nvcc, *ccbin, "-Xlinker", "--no-undefined,-s"]  # without the names of nvcc's temporary files
-            defines = [*DEFINES, "-DSPECVIS_CUDA"]
+            link = [self.nvcc, *ccbin, "-Xlinker", f"{LINKER},-s",  # without the names of nvcc's temporary files
+                    *(f"-Xcompiler={flag}" for flag in own_libstdcxx(self.compiler_path))]
+            defines.append("-DSPECVIS_CUDA")
             codes = [flag.partition("code=")[2] for flag in gpus[1::2]]
             objects = OBJECTS / "-".join(codes)
             say(f"CUDA kernels are built by {self.nvcc} for {', '.join(codes)}")
             warn_of_another_cuda(self.nvcc, self.torch)
         else:
-            link += ["-Wl,--no-undefined"]
+            link += [f"-Wl,{LINKER}", *own_libstdcxx(self.compiler_path)]
         # From the end of the alphabet: verify_* take the longest, and should not be what a last core is left with.
-        targets = {objects / f"{source}.o": source for source in extension.sources[::-1]}
+        targets = {objects / (self.namespace if "bindings" in source else "") / f"{source}.o": source
+                   for source in extension.sources[::-1]}
         old = [target for target in targets if not is_fresh(target)]
 
         def compile_one(number: int, target: Path) -> None:
@@ -226,8 +270,8 @@ class Build(build_ext):
             list(pool.map(compile_one, range(1, len(old) + 1), old))
         library = Path(self.get_ext_fullpath(extension.name))
         library.parent.mkdir(parents=True, exist_ok=True)
-        run(*link, "-shared", *targets, f"-L{self.torch / 'lib'}", "-ltorch_cpu", "-o", library,
-            log=objects / f"{library.name}.log")
+        run(*link, "-shared", *targets, f"-L{self.torch / 'lib'}", "-ltorch_cpu", "-lpthread", "-ldl", "-o", library,
+            log=objects / f"{library.name}.log")  # in libpthread and libdl is what glibc has itself from 2.34 on
 
     def copy_file(self, source, target, *_, **__):  # to the source folder, in one step: others may be loading it
         shutil.copy(source, f"{target}.new")
@@ -235,10 +279,54 @@ class Build(build_ext):
         return target, True
 
 
+class Hub(Command):
+    """python setup.py hub: build/hub, a repository for Hugging Face's library `kernels`, with the variant for this
+    machine. Its sources decide its id, which is the namespace of its ops: it loads beside the installed package, and
+    beside its other versions. (https://huggingface.co/docs/kernels/kernel-requirements)"""
+    user_options = []
+
+    def initialize_options(self):
+        pass
+
+    def finalize_options(self):
+        pass
+
+    def run(self):
+        if not find_compiler():
+            sys.exit("specvis_kernels: the hub's variants are of compiled kernels, but there is no C++ compiler")
+        nvcc = find_nvcc(find_torch())
+        backend = {"type": "cuda", "archs": archs_of(gpu_flags(nvcc))} if nvcc else {"type": "cpu"}
+        package = [path for path in sorted(Path("specvis_kernels").rglob("*")) if path.suffix in (".py", ".typed")]
+        made_of = hashlib.sha256(b"".join(path.read_bytes() for path in [
+            Path("setup.py"), *package, *sorted(path for path in Path("csrc").rglob("*") if path.is_file())]))
+        name = f"_specvis_kernels_{backend['type']}_{made_of.hexdigest()[:7]}"
+
+        system = f"cu{release_of(nvcc).replace('.', '')}" if nvcc else "cpu"
+        variant = Path("build/hub/build", f"torch-stable-abi210-{system}-{platform.machine()}-linux")
+        shutil.rmtree(variant, ignore_errors=True)
+        for path in package:
+            target = variant / path.relative_to("specvis_kernels")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+        build = self.reinitialize_command("build_ext", build_lib="build/hub/libraries")
+        build.namespace = name
+        self.run_command("build_ext")
+        for library in Path("build/hub/libraries/specvis_kernels").glob("*.so"):
+            library.replace(variant / library.name)
+        shutil.rmtree("build/hub/libraries")
+        (variant / "specvis_kernels").mkdir()
+        (variant / "specvis_kernels/__init__.py").write_text(FOR_OLDER_LOADERS.format(name=name))
+        files = {str(path.relative_to(variant)): base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
+                 for path in sorted(variant.rglob("*")) if path.is_file()}
+        (variant / "metadata.json").write_text(json.dumps({
+            "name": "specvis-kernels", "id": name, "version": 0, "license": "Apache-2.0", "python-depends": [],
+            "backend": backend, "digest": {"algorithm": "sha256", "files": files}}, indent=2) + "\n")
+        say(f"{variant} has {name}: kernels.get_local_kernel(Path('build/hub')) loads it")
+
+
 class Wheel(bdist_wheel):
     def get_tag(self):
-        return "py3", "none", super().get_tag()[2]
-
+        return "py3", "none", manylinux(super().get_tag()[2], sorted(Path(self.bdist_dir).rglob("_ops*.so")))
 
 
 def sources(*patterns: str) -> list[str]:
@@ -258,5 +346,5 @@ if NEED_TORCH & {*sys.argv[1:]}:
 
 setup(
     ext_modules=EXTENSIONS if find_compiler() else [],  # without them, the wheel is for any platform
-    cmdclass={"build_ext": Build, "bdist_wheel": Wheel},
+    cmdclass={"build_ext": Build, "bdist_wheel": Wheel, "hub": Hub},
 )

@@ -13,10 +13,10 @@
 
 #include "check.h"
 
-#ifdef SPECVIS_EMULATED
-#define LIBRARY specvis_kernels_emulated
-#else
-#define LIBRARY specvis_kernels
+#if defined(SPECVIS_EMULATED)
+#define SPECVIS_NAMESPACE specvis_kernels_emulated
+#elif !defined(SPECVIS_NAMESPACE)
+#define SPECVIS_NAMESPACE specvis_kernels  // in torch.ops, as the Python package is named
 #endif
 #if defined(SPECVIS_CUDA) && !defined(SPECVIS_EMULATED)
 #define DEVICE CUDA

@@ -82,7 +82,7 @@ Tensors<3> commit_tokens(const Tensor& tokens, const Tensor& counts, const Tenso
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
+STABLE_TORCH_LIBRARY_IMPL(SPECVIS_NAMESPACE, DEVICE, m) {
   OP(commit_kv);
   OP(commit_tokens);
 }

@@ -174,7 +174,7 @@ Tensors<3> token_log_probs(const Tensor& logits, const MaybeTensor& uncond, cons
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
+STABLE_TORCH_LIBRARY_IMPL(SPECVIS_NAMESPACE, DEVICE, m) {
   OP(draft_children);
   OP(draft_frontier);
   OP(draw_children);

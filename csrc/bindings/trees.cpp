@@ -105,7 +105,7 @@ Tensor tree_paths(const Tensor& parents, int64_t max_depth) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
+STABLE_TORCH_LIBRARY_IMPL(SPECVIS_NAMESPACE, DEVICE, m) {
   OP(select_tree);
   OP(tree_from_mask);
   OP(tree_from_paths);

@@ -159,7 +159,7 @@ Verified verify_tree(const Tensor& target_probs, const Tensor& tokens, const Ten
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
+STABLE_TORCH_LIBRARY_IMPL(SPECVIS_NAMESPACE, DEVICE, m) {
   OP(couple_tokens);
   OP(verify_chain);
   OP(verify_greedy);

@@ -2,6 +2,7 @@
 import itertools
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.models.test_transformers import (
 )
 
 transformers = pytest.importorskip("transformers")
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 V = 24
 CHOICES = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
 PROMPTS = torch.tensor([[0, 0, 0, 9, 2, 7], [3, 1, 4, 1, 5, 9], [0, 2, 7, 1, 8, 2], [8, 1, 8, 2, 8, 4]])
@@ -573,3 +575,15 @@ def test_gaps_in_the_ranks(are_all_kept):
     assert [level.rank_of_child.tolist() for level in tree.levels] == ([[0, 1], [0, 0, 1]] if are_all_kept else
                                                                        [[1, 4], [3, 0, 2]])
     assert [level.num_children for level in tree.levels] == ([2, 2] if are_all_kept else [5, 4])
+
+
+def test_a_folder_can_be_named_in_place_of_the_function(model, tmp_path, monkeypatch):
+    """As a repository of the hub can: transformers copies its program to a folder of its own."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    folder, stats = str(EXAMPLES / "jacobi_generate"), {}
+    options = dict(max_new_tokens=20, do_sample=True, top_k=9, seeds=SEEDS, window=5)
+    tokens = generate(model, folder, trust_remote_code=True, stats=stats, **options)
+    assert torch.equal(tokens, generate(model, jacobi_generate, **options))
+    assert tokens.shape == (4, 26) and stats["target_forwards"] < 20
+    with pytest.raises(ValueError, match="grid must be"):
+        generate(model, folder, trust_remote_code=True, grid=2, **options)

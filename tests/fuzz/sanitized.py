@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 CPU = "specvis_kernels_sanitized"  # the namespace of the C++ kernels that are built here
-FLAGS = ["-fsanitize=float-cast-overflow", "-fno-sanitize-recover=float-cast-overflow", f"-Dspecvis_kernels={CPU}"]
+FLAGS = ["-fsanitize=float-cast-overflow", "-fno-sanitize-recover=float-cast-overflow", f"-DSPECVIS_NAMESPACE={CPU}"]
 
 
 def runtimes():

@@ -101,6 +101,7 @@ def test_the_wheel_works_with_torch_alone(empty, sources, tmp_path):
     assert wheel.stat().st_size < 6e6 and "-py3-none-" in wheel.name
     libraries = {name for name in names if name.endswith(".so")}
     assert libraries <= {"specvis_kernels/_ops.so", "specvis_kernels/_ops_cuda.so"}
+    assert ("-manylinux_2_" in wheel.name) == bool(libraries)  # which one, tests/test_libraries.py says
     assert {*names} - libraries == ours("specvis_kernels", ROOT, "*.py", "py.typed") | {
         f"{OPS}.dist-info/{name}" for name in (*INFORMATION, "licenses/LICENSE")}
     assert "\nLicense-Expression: Apache-2.0\n" in read(wheel, f"{OPS}.dist-info/METADATA")

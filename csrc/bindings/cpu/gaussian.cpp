@@ -68,7 +68,7 @@ Tensors<3> resample_gaussian(const Tensor& tokens, const Tensor& is_accepted, co
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
+STABLE_TORCH_LIBRARY_IMPL(SPECVIS_NAMESPACE, DEVICE, m) {
   OP(accept_gaussian);
   OP(resample_gaussian);
 }

@@ -154,7 +154,7 @@ Tensor tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, const Tensor& le
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
+STABLE_TORCH_LIBRARY_IMPL(SPECVIS_NAMESPACE, DEVICE, m) {
   OP(decoder_layers);
   OP(denoise_tokens);
   OP(packed_linear);
