@@ -21,10 +21,13 @@ from specvis import Pipeline
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--method", default="jacobi", help="how pictures are decoded; see specvis methods")
 parser.add_argument("--updates", type=int, default=20)
-parser.add_argument("--group", type=int, default=8, help="pictures of an update")
+parser.add_argument("--group", type=int, default=8, help="pictures of an update, at least 2")
+parser.add_argument("--batch", type=int, help="how many of them are decoded at once; default: all")
 parser.add_argument("--prompt", default="noto grinning face")
 parser.add_argument("--out", help="the name of two files with the rewards, without .json and .png")
 args = parser.parse_args()
+if args.group < 2:
+    parser.error(f"--group must be at least 2, as rewards are compared within it, got {args.group}")
 
 GUIDANCE, TEMPERATURE, CLIP, EPOCHS = 1.5, 1.0, 0.2, 2
 pipeline = Pipeline.load()
@@ -54,7 +57,7 @@ for update in range(args.updates):
     start = time.perf_counter()
     seeds = list(range(update * args.group, (update + 1) * args.group))
     sampling = pipeline.sampling(seeds, guidance=GUIDANCE, temperature=TEMPERATURE, top_k=0, top_p=1.0, log_probs=True)
-    decoded = pipeline.tokens([args.prompt] * args.group, args.method, sampling)
+    decoded = pipeline.tokens([args.prompt] * args.group, args.method, sampling, batch=args.batch)
     drawing += time.perf_counter() - start
 
     start = time.perf_counter()

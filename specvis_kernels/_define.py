@@ -51,8 +51,7 @@ def define(name: str, *, oracle: Callable, meta: Callable, result: type | None =
         name:    the op's name
         oracle:  the op in plain torch: it says what is right, and runs where there is no kernel
         meta:    some of the oracle's arguments, by their names -> empty outputs of the right shapes
-        result:  the named tuple that `call` makes of several outputs, whose fields with a default are no outputs
-                 (torch.ops returns plain tuples); None: one output
+        result:  the named tuple that `call` makes of several outputs (torch.ops returns plain tuples); None: one output
         writes:  the arguments that the op writes to
         strided: the arguments that kernels read by their strides, so that they are not made contiguous
         batch:   the argument whose first size is B, if that is not the first one; None: no tensor leads with B
@@ -60,8 +59,7 @@ def define(name: str, *, oracle: Callable, meta: Callable, result: type | None =
     parameters, kinds = inspect.signature(oracle).parameters, inspect.get_annotations(oracle, eval_str=True)
     if any(p.default is not p.empty for p in parameters.values()):
         raise TypeError(f"the oracle of {name} must have no defaults: torch leaves out arguments that equal them")
-    num_outputs = 1 if result is None else len(result._fields) - len(result._field_defaults)
-    oracle.__annotations__["return"] = Tensor if result is None else tuple[(Tensor,) * num_outputs]
+    oracle.__annotations__["return"] = Tensor if result is None else tuple[(Tensor,) * len(result._fields)]
     _library.define(torch.library.infer_schema(oracle, op_name=name, mutates_args=writes))
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     names = list(parameters)
@@ -104,7 +102,7 @@ def define(name: str, *, oracle: Callable, meta: Callable, result: type | None =
                              f"for {device} tensors here, got {backend!r}")
         return torch.no_grad()(kernels[backend])
 
-    has_status = result is not None and result._fields[num_outputs - 1] == "status"
+    has_status = result is not None and result._fields[-1] == "status"
 
     def call(backend, *args):
         for i in dense:

@@ -9,7 +9,7 @@ from ._checks import check, check_dims, integers, setting
 from ._define import define
 from ._numbers import draw, to_fixed_point
 from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE
-from .token_log_probs import log_probs_of
+from .token_log_probs import log_probs_of, with_log_probs
 
 
 class CoupleTokensResult(NamedTuple):
@@ -19,7 +19,14 @@ class CoupleTokensResult(NamedTuple):
     num_kept: Tensor   # (B,)   int32
     tv_excess: Tensor  # (B, W) float32
     status: Tensor     # (B, W) int32
-    log_probs: Tensor | None = None
+
+    @property
+    def log_probs(self) -> Tensor | None:
+        """None, unless they were asked for."""
+
+
+class _CoupleTokensWithLogProbs(CoupleTokensResult):
+    log_probs = None  # in place of the property
 
 
 def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uniforms: Tensor, *,
@@ -128,7 +135,9 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
         groups = integers("groups", groups, torch.int64, like, B=B, W=W, k=k)
     result = _call(backend, target_probs, draft_probs, tokens, uniforms, omega, neighbors, delta, groups, cutoff,
                    offset, residual)
-    return result._replace(log_probs=log_probs_of(target_probs, result.tokens)) if log_probs else result
+    if not log_probs:
+        return result
+    return with_log_probs(_CoupleTokensWithLogProbs, result, log_probs_of(target_probs, result.tokens))
 
 
 def _oracle(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uniforms: Tensor, omega: Tensor | None,

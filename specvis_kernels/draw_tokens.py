@@ -9,7 +9,7 @@ from ._define import define
 from ._filters import check_filters, check_logits, check_settings, filter_logits, range_of_nodes
 from .noise import gumbel_noise
 from .status import INVALID_ROW
-from .token_log_probs import TokenLogProbsResult, token_log_probs
+from .token_log_probs import TokenLogProbsResult, token_log_probs, with_log_probs
 
 
 class DrawTokensResult(NamedTuple):
@@ -18,7 +18,14 @@ class DrawTokensResult(NamedTuple):
     num_accepted: Tensor  # (B,)   int32
     ahead_tokens: Tensor  # (B, N) int64
     status: Tensor        # (B, N) int32
-    log_probs: TokenLogProbsResult | None = None
+
+    @property
+    def log_probs(self) -> TokenLogProbsResult | None:
+        """None, unless they were asked for."""
+
+
+class _DrawTokensWithLogProbs(DrawTokensResult):
+    log_probs = None  # in place of the property
 
 
 def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float | None, temperature: Tensor | float,
@@ -104,8 +111,8 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
     rows = torch.arange(N, device=logits.device).expand(B, N)
     if guesses is not None:
         rows = torch.where(rows <= drawn.num_accepted[:, None], rows, -1)
-    return drawn._replace(log_probs=token_log_probs(logits, uncond, *settings, drawn.tokens, rows=rows,
-                                                    id_range=id_range, filters=filters, backend=backend))
+    return with_log_probs(_DrawTokensWithLogProbs, drawn, token_log_probs(
+        logits, uncond, *settings, drawn.tokens, rows=rows, id_range=id_range, filters=filters, backend=backend))
 
 
 def _oracle(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,

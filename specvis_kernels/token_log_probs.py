@@ -89,6 +89,13 @@ def log_probs_of(probs: Tensor, tokens: Tensor) -> Tensor:
     return torch.where(p < least, -torch.inf, log(p.clamp(min=least)))
 
 
+def with_log_probs(kind: type, result: tuple, log_probs: Tensor | TokenLogProbsResult) -> tuple:
+    """A result with an attribute beside its fields, so that it is unpacked as without. kind: a subclass of its class"""
+    result = kind(*result)
+    result.log_probs = log_probs
+    return result
+
+
 def emitted(tokens: Tensor, accepted_nodes: Tensor, num_accepted: Tensor,
             next_token: Tensor) -> tuple[Tensor, Tensor]:
     """The rows (B, P + 1) that the tokens of a verified tree were drawn from, -1 after the last, and these tokens."""

@@ -10,7 +10,7 @@ from ._checks import INTEGERS, check, check_count, check_dims, integers, setting
 from ._define import define
 from ._numbers import FIXED_ONE, draw, log, to_fixed_point
 from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_TREE
-from .token_log_probs import log_probs_of
+from .token_log_probs import log_probs_of, with_log_probs
 from .verify_tree import Rule, check_rule, verify_nodes
 
 RULES = ("strict", "block", "fly")
@@ -22,7 +22,14 @@ class VerifyChainResult(NamedTuple):
     next_token: Tensor    # (B,) int64
     tv_excess: Tensor     # (B,) float32
     status: Tensor        # (B,) int32
-    log_probs: Tensor | None = None
+
+    @property
+    def log_probs(self) -> Tensor | None:
+        """None, unless they were asked for."""
+
+
+class _VerifyChainWithLogProbs(VerifyChainResult):
+    log_probs = None  # in place of the property
 
 
 def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens: Tensor, uniforms: Tensor, *,
@@ -159,8 +166,8 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
                    float(entropy or 0))
     if not log_probs:
         return result
-    return result._replace(log_probs=_log_probs(target_probs, draft_tokens, cu_num_draft_tokens, result,
-                                                num_bonus_rows=0 if bonus_tokens is not None else 1))
+    return with_log_probs(_VerifyChainWithLogProbs, result, _log_probs(
+        target_probs, draft_tokens, cu_num_draft_tokens, result, num_bonus_rows=0 if bonus_tokens is not None else 1))
 
 
 def _log_probs(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens: Tensor, result: VerifyChainResult,

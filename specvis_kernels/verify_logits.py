@@ -8,9 +8,9 @@ from ._filters import check_filters, check_logits, check_settings, range_of_node
 from .draw_tokens import _oracle as draw_tokens_oracle
 from .guided_probs import _oracle as guided_probs_oracle
 from .status import INVALID_ROW
-from .token_log_probs import emitted, token_log_probs
+from .token_log_probs import emitted, token_log_probs, with_log_probs
 from .verify_greedy import _oracle as verify_greedy_oracle
-from .verify_tree import Rule, VerifyResult, check_rule, verify_rows
+from .verify_tree import Rule, VerifyResult, VerifyWithLogProbs, check_rule, verify_rows
 
 
 def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_child: Tensor, next_sibling: Tensor,
@@ -129,8 +129,8 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
     if not log_probs:
         return result
     rows, new_tokens = emitted(tree[0], result.accepted_nodes, result.num_accepted, result.next_token)
-    return result._replace(log_probs=token_log_probs(logits, uncond, *settings, new_tokens, rows=rows,
-                                                     id_range=id_range, filters=filters, backend=backend))
+    return with_log_probs(VerifyWithLogProbs, result, token_log_probs(
+        logits, uncond, *settings, new_tokens, rows=rows, id_range=id_range, filters=filters, backend=backend))
 
 
 def _oracle(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_child: Tensor, next_sibling: Tensor,

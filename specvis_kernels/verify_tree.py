@@ -10,7 +10,7 @@ from ._define import define
 from ._numbers import draw, to_fixed_point, uniform_mass
 from .neighborhood_sum import neighbor_prefix
 from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE
-from .token_log_probs import TokenLogProbsResult, emitted, log_probs_of
+from .token_log_probs import TokenLogProbsResult, emitted, log_probs_of, with_log_probs
 
 
 class VerifyResult(NamedTuple):
@@ -20,7 +20,14 @@ class VerifyResult(NamedTuple):
     next_token: Tensor      # (B,)   int64
     tv_excess: Tensor       # (B,)   float32
     status: Tensor          # (B,)   int32
-    log_probs: Tensor | TokenLogProbsResult | None = None
+
+    @property
+    def log_probs(self) -> Tensor | TokenLogProbsResult | None:
+        """None, unless they were asked for."""
+
+
+class VerifyWithLogProbs(VerifyResult):
+    log_probs = None  # in place of the property
 
 
 def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_sibling: Tensor,
@@ -160,7 +167,7 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
     rows, new_tokens = emitted(tree[0], result.accepted_nodes, result.num_accepted, result.next_token)
     request = torch.arange(B, device=rows.device)[:, None]
     each = log_probs_of(target_probs[request, rows.clamp(min=0)], new_tokens)
-    return result._replace(log_probs=torch.where(rows >= 0, each, 0.0))
+    return with_log_probs(VerifyWithLogProbs, result, torch.where(rows >= 0, each, 0.0))
 
 
 def check_rule(draft_probs: Tensor | None, draft_row: Tensor | None, neighbors: Tensor | None,

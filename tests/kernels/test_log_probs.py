@@ -33,9 +33,21 @@ def walk(named, result):
 
 @pytest.mark.parametrize("op, i", EVERY)
 def test_without_them_nothing_else_changes(op, i):
-    *with_them, log_probs = call(op, i)[1]
-    *without, none = call(op, i, log_probs=False)[1]
-    assert none is None and log_probs is not None and all(map(torch.equal, with_them, without))
+    (_, with_them), (_, without) = call(op, i), call(op, i, log_probs=False)
+    assert without.log_probs is None and with_them.log_probs is not None and isinstance(with_them, type(without))
+    assert len(with_them) == len(without) and all(map(torch.equal, with_them, without))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_compiles_whole(op):
+    args, kwargs = getattr(inputs, op)(*inputs.CASES[op][1])
+
+    def log_probs(*args, **kwargs):
+        return getattr(specvis_kernels, op)(*args, **kwargs, log_probs=True).log_probs
+
+    compiled = torch.compile(log_probs, backend="eager", fullgraph=True)(*args, **kwargs)
+    expected = log_probs(*args, **kwargs)
+    assert all(map(torch.equal, compiled, expected))
 
 
 @pytest.mark.parametrize("i", range(len(inputs.CASES["verify_tree"])))

@@ -64,7 +64,7 @@ def run(op, args, kwargs, backend=None, function=None, check=True):
 
 
 def as_tuple(out):
-    return tuple(x for x in out if x is not None) if isinstance(out, tuple) else (out,)
+    return out if isinstance(out, tuple) else (out,)
 
 
 def same(a, b):
