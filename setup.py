@@ -194,7 +194,7 @@ def manylinux(tag: str, libraries: list[Path]) -> str:
                         for name in (rb"GLIBC_2\.", rb"GLIBCXX_3\.4\."))
     if not glibc or max(libstdcxx, default=0) > 24:
         return tag
-    return tag.replace("linux_", f"manylinux_2_{max(28, *glibc)}_", 1)
+    return re.sub("^linux_", f"manylinux_2_{max(28, *glibc)}_", tag)
 
 
 def read_by(target: Path) -> list[Path]:

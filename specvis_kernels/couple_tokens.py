@@ -9,7 +9,7 @@ from ._checks import check, check_dims, integers, setting
 from ._define import define
 from ._numbers import draw, to_fixed_point
 from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE
-from .token_log_probs import log_probs_of, with_log_probs
+from .token_log_probs import log_of_probs, with_log_probs
 
 
 class CoupleTokensResult(NamedTuple):
@@ -96,8 +96,8 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
                                     INVALID_RULE: omega is negative or NaN, or is below 1 with groups or with
                                     neighbors and the optimal residual; the token comes from P.
                                     The guess is not kept in any of these cases
-        log_probs:  (B, W) float32  in nats, log P of each token; -inf for probability 0. Where neighbors, groups or
-                                    omega above 1 relax the rule, a kept guess is no draw from P, but this is its
+        log_probs:  (B, W) float32  in nats, log P of each token; -inf for probability 0 or NaN. Where neighbors, groups
+                                    or omega above 1 relax the rule, a kept guess is no draw from P, but this is its
                                     probability there still. None unless asked for
 
     Raises:
@@ -137,7 +137,8 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
                    offset, residual)
     if not log_probs:
         return result
-    return with_log_probs(_CoupleTokensWithLogProbs, result, log_probs_of(target_probs, result.tokens))
+    probs = target_probs.gather(-1, result.tokens[..., None])[..., 0]
+    return with_log_probs(_CoupleTokensWithLogProbs, result, log_of_probs(probs))
 
 
 def _oracle(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uniforms: Tensor, omega: Tensor | None,

@@ -8,7 +8,7 @@ from torch import Tensor
 from ._checks import check_dims, integers
 from ._define import define
 from ._filters import MASS_ONE, check_filters, check_logits, check_settings, filter_logits, range_of_nodes, to_mass
-from ._numbers import exp, log
+from ._numbers import LARGEST, exp, log
 from .status import INVALID_ROW
 
 
@@ -31,8 +31,8 @@ def token_log_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | fl
         sampled = x[token] - log(sum of exp(x) over the kept ids), -inf for an id that is not kept
         full    = x[token] - log(sum of exp(x) over all ids)
 
-    At temperature 0 `full` is at temperature 1, and `sampled` is 0 for the token of the largest logit and -inf for the
-    others. Importance weights want `sampled`, policy gradients `full`.
+    At temperature 0 `full` is at temperature 1, and `sampled` is 0 for every token whose logit is the largest and -inf
+    for the others. Importance weights want `sampled`, policy gradients `full`.
 
     Both are differences to the row's largest logit in float32. The sums are in fixed point and log has one form, so
     all backends give the same bits: within 1e-6 + 1e-6 |log p| of float64 computed from the same x.
@@ -83,14 +83,16 @@ def token_log_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | fl
     return _call(backend, logits, uncond, *settings, tokens, rows, *ids, filters)
 
 
-def log_probs_of(probs: Tensor, tokens: Tensor) -> Tensor:
-    """log of the probabilities that rows (.., V) gave to tokens (..), with the same bits everywhere; -inf for 0."""
-    p, least = probs.gather(-1, tokens[..., None])[..., 0], torch.finfo(torch.float32).tiny
-    return torch.where(p < least, -torch.inf, log(p.clamp(min=least)))
+def log_of_probs(p: Tensor) -> Tensor:
+    """log of float32 probabilities, with the same bits everywhere; -inf for 0 and for what is no probability."""
+    least = torch.finfo(torch.float32).tiny
+    return torch.where((p >= least) & (p <= LARGEST), log(p.clamp(min=least)), -torch.inf)
 
 
 def with_log_probs(kind: type, result: tuple, log_probs: Tensor | TokenLogProbsResult) -> tuple:
-    """A result with an attribute beside its fields, so that it is unpacked as without. kind: a subclass of its class"""
+    """A result with an attribute beside its fields, so that it is unpacked as without; `_replace` loses the attribute.
+    kind: a subclass of the result's class
+    """
     result = kind(*result)
     result.log_probs = log_probs
     return result

@@ -10,7 +10,7 @@ from ._checks import INTEGERS, check, check_count, check_dims, integers, setting
 from ._define import define
 from ._numbers import FIXED_ONE, draw, log, to_fixed_point
 from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_TREE
-from .token_log_probs import log_probs_of, with_log_probs
+from .token_log_probs import log_of_probs, with_log_probs
 from .verify_tree import Rule, check_rule, verify_nodes
 
 RULES = ("strict", "block", "fly")
@@ -107,8 +107,8 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
                                      request without drafts needs no rule: its omega is not read. By "block" also what
                                      ends the drafts after those that are accepted
         log_probs:     (T,) float32  in nats, of the token that each row of target_probs gave, in this row: an accepted
-                                     draft, or the next token; -inf for probability 0, 0 where a row gave none. A bonus
-                                     token has no row. Where neighbors, omega above 1 or "fly" relax the rule, the
+                                     draft, or the next token; -inf for probability 0 or NaN, 0 where a row gave none. A
+                                     bonus token has no row. Where neighbors, omega above 1 or "fly" relax the rule, the
                                      target has not drawn the tokens, but these are its probabilities still. None unless
                                      asked for
 
@@ -183,7 +183,8 @@ def _log_probs(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens: 
     draft = torch.nn.functional.pad(draft_tokens.long(), (0, 1))[(row - request * num_bonus_rows).clamp(0, D)]
     tokens = torch.where(index < num_accepted, draft, result.next_token[request])
     has_token = (index <= num_accepted) & (index < num_drafts[request] + num_bonus_rows) & is_in_place[request]
-    return torch.where(has_token, log_probs_of(target_probs, tokens), 0.0)
+    tokens = torch.where(has_token, tokens, 0)  # a bonus token may be any id
+    return torch.where(has_token, log_of_probs(target_probs.gather(1, tokens[:, None])[:, 0]), 0.0)
 
 
 def _drafts_of_requests(cu_num_draft_tokens: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from ._define import define
 from ._numbers import draw, to_fixed_point, uniform_mass
 from .neighborhood_sum import neighbor_prefix
 from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE
-from .token_log_probs import TokenLogProbsResult, emitted, log_probs_of, with_log_probs
+from .token_log_probs import TokenLogProbsResult, emitted, log_of_probs, with_log_probs
 
 
 class VerifyResult(NamedTuple):
@@ -132,8 +132,8 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
                                          the root
         log_probs:       (B, P + 1) float32   in nats: of the accepted tokens from the root down and of the next token
                                          in the rows of target_probs that they follow, greedy or not; -inf for
-                                         probability 0, 0 after the next token. Where neighbors or omega above 1 relax
-                                         the rule, the target has not drawn the tokens, but these are its
+                                         probability 0 or NaN, 0 after the next token. Where neighbors or omega above 1
+                                         relax the rule, the target has not drawn the tokens, but these are its
                                          probabilities still. None unless asked for
 
     Raises:
@@ -166,7 +166,7 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         return result
     rows, new_tokens = emitted(tree[0], result.accepted_nodes, result.num_accepted, result.next_token)
     request = torch.arange(B, device=rows.device)[:, None]
-    each = log_probs_of(target_probs[request, rows.clamp(min=0)], new_tokens)
+    each = log_of_probs(target_probs[request, rows.clamp(min=0), new_tokens])
     return with_log_probs(VerifyWithLogProbs, result, torch.where(rows >= 0, each, 0.0))
 
 

@@ -31,7 +31,6 @@ CALL_OLDEST(int, pthread_once, (void* control, void (*routine)()), (control, rou
 // shared_ptr counts without atomic operations while this is true: never here.
 HIDDEN char __libc_single_threaded;
 char __libc_single_threaded = false;
-#endif
 
 // A thread counts its exceptions in one place, torch's libstdc++: they are thrown here and caught there.
 HIDDEN void* __cxa_get_globals() {
@@ -41,3 +40,4 @@ HIDDEN void* __cxa_get_globals() {
 }
 
 HIDDEN void* __cxa_get_globals_fast() { return __cxa_get_globals(); }
+#endif

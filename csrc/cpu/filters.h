@@ -47,7 +47,7 @@ class FilteredRow {
   int64_t base() const { return base_; }  // the id of slot 0, a multiple of 4
 
   float best() const { return best_; }
-  float lowest() const { return lowest_; }               // after apply(): no candidate is below, and what is dropped is
+  float lowest() const { return lowest_; }               // after apply(): candidates are not below, dropped ids are
   int64_t id_of_best() const;                            // the lowest
   const float* maxima() const { return maxima_.get(); }  // the groups' maxima, kGroups a chunk; of all ids
   int64_t count_above(float x) const;                    // how many candidates are above

@@ -4,9 +4,9 @@
 #include "params.h"
 
 #ifdef __CUDACC__
-#define BY_THE_TEAM __device__
+#define TEAM_DEVICE __device__
 #else
-#define BY_THE_TEAM
+#define TEAM_DEVICE
 #endif
 
 namespace specvis {
@@ -63,7 +63,7 @@ struct ChainResult {
 
 // The token after i drafts whose rows have been read: from the residual of a rejected draft, or from the row.
 template <class Rows>
-BY_THE_TEAM void end_after(Rows& rows, int64_t i, int32_t bits, bool is_rejected, ChainResult& out) {
+TEAM_DEVICE void end_after(Rows& rows, int64_t i, int32_t bits, bool is_rejected, ChainResult& out) {
   out.num_accepted = i;
   out.status = bits;
   out.next = {0, rows.is_first_thread()};
@@ -82,7 +82,7 @@ BY_THE_TEAM void end_after(Rows& rows, int64_t i, int32_t bits, bool is_rejected
 // The longest prefix that its own uniform accepts. Prefix i has the ratio p = min(1, p P(x) / Q(x)), and before the
 // last one is accepted with probability s / (s + 1 - p), where s is the sum of max(p P - Q, 0) in the rows after it.
 template <class Rows>
-BY_THE_TEAM ChainResult verify_block(Rows& rows) {
+TEAM_DEVICE ChainResult verify_block(Rows& rows) {
   ChainResult out;
   int32_t found = 0;
   Candidate last = {};  // its omega is the ratio of the drafts before it
@@ -114,7 +114,7 @@ BY_THE_TEAM ChainResult verify_block(Rows& rows) {
 // The strict rule, but draft i is kept although it is rejected if the entropy of its row's three likeliest tokens
 // reaches the threshold and the next `window` drafts are accepted. excess[i] is the probability of that if they are.
 template <class Rows>
-BY_THE_TEAM ChainResult verify_fly(Rows& rows, int64_t window, double* excess) {
+TEAM_DEVICE ChainResult verify_fly(Rows& rows, int64_t window, double* excess) {
   ChainResult out;
   double tv_excess = 0;
   int64_t num_in_row = 0;  // drafts accepted since the last rejection
@@ -153,7 +153,7 @@ BY_THE_TEAM ChainResult verify_fly(Rows& rows, int64_t window, double* excess) {
 
 // A greedy request of block verification has the strict rule: nothing is as long as the window.
 template <class Rows>
-BY_THE_TEAM ChainResult verify_by_rule(Rows& rows, double* excess) {
+TEAM_DEVICE ChainResult verify_by_rule(Rows& rows, double* excess) {
   if (rows.batch.rule == ChainRule::block && !rows.greedy) return verify_block(rows);
   return verify_fly(rows, rows.batch.rule == ChainRule::fly ? rows.batch.window : rows.num_drafts + 1, excess);
 }

@@ -40,10 +40,13 @@ def counted(decoder: str, target: str, function: Callable) -> Callable:
     return call
 
 
-def check_own(decoder: str, target: str, function: Callable) -> None:
-    """Raise RuntimeError unless the decoder itself defines `function`: two plugins cannot replace it both."""
+def check_own(decoder: str, target: str, function: Callable, packages: tuple[str, ...] = ()) -> None:
+    """Raise RuntimeError unless the decoder itself defines `function`: two plugins cannot replace it both.
+
+    packages: the decoder's own, if it has several
+    """
     module = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
-    if module.partition(".")[0] != decoder:
+    if module.partition(".")[0] not in (packages or (decoder,)):
         raise RuntimeError(f"{target} must be {decoder}'s own function, got one of {module}: another plugin has "
                            f"replaced it. {decoder.upper()}_PLUGINS names the plugins that {decoder} loads: leave one "
                            "of the two out")

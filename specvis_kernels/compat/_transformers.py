@@ -107,6 +107,8 @@ class Asked:
         self.refuse(image_grid_thw is None, "needs image_grid_thw, the grids that GLM-Image draws, as its processor "
                                             "gives them: positions follow from it")
         B, n = len(input_ids), len(image_grid_thw)
+        self.refuse(images_per_sample is None and B > 1,
+                    f"needs images_per_sample, how many of image_grid_thw each of B={B} prompts has")
         counts = [n] if images_per_sample is None else images_per_sample.tolist()
         self.refuse(image_grid_thw.shape != (n, 3) or len(counts) != B or min(counts) < 1 or sum(counts) != n,
                     f"needs image_grid_thw (n, 3), n the sum of images_per_sample, which is of B={B} prompts, got "

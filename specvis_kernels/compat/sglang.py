@@ -347,15 +347,20 @@ def register() -> None:
                 f"{EAGLE}:_verify_uses_greedy": _verify_uses_greedy}
     sampling = {f"{EAGLE}:tree_speculative_sampling_target_only": tree_speculative_sampling_target_only,
                 f"{EAGLE}:top_k_renorm_prob": top_k_renorm_prob, f"{EAGLE}:top_p_renorm_prob": top_p_renorm_prob}
+    missing = []
     for target, function in sampling.items():
         place, name = place_of("sglang", target)
-        if getattr(place, name) is None:  # not by a hook: it would replace each None that any module has as a name
-            setattr(place, name, counted("sglang", target, function))
+        if getattr(place, name) is None:
+            missing.append((place, name, counted("sglang", target, function)))
         elif function is tree_speculative_sampling_target_only:
             replaced[target] = function
-    for target, function in replaced.items():
+    for target in replaced:
         place, name = place_of("sglang", target)
-        check_own("sglang", target, getattr(place, name))
+        check_own("sglang", target, getattr(place, name), packages=("sglang", "sgl_kernel", "sgl_kernel_npu"))
+
+    for place, name, function in missing:  # not by a hook: it would replace each None that any module has as a name
+        setattr(place, name, function)
+    for target, function in replaced.items():
         registry.HookRegistry.register(target.replace(":", "."), counted("sglang", target, function),
                                        registry.HookType.REPLACE)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .. import draw_children, draw_tokens, guided_probs, tree_from_choices, tree_links, verify_logits
 from .._checks import check, check_count
+from ..token_log_probs import emitted
 from ._transformers import Asked, Output, Target, described
 
 
@@ -144,10 +145,8 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
         result = verify_nodes(*logits, tokens, depth, (first_child, next_sibling), **rule)
         is_open = ~output.is_finished
         target.commit(result.accepted_nodes, torch.where(is_open, result.num_accepted, -1), output)
-        emitted = tokens.gather(1, result.accepted_nodes.clamp(min=0).long())
-        emitted = torch.nn.functional.pad(emitted, (0, 1)).scatter(1, result.num_accepted[:, None].long(),
-                                                                   result.next_token[:, None])
-        output.take(emitted, result.num_accepted + 1, result.log_probs, draw_children=draft_status,
+        _, new_tokens = emitted(tokens, result.accepted_nodes, result.num_accepted, result.next_token)
+        output.take(new_tokens, result.num_accepted + 1, result.log_probs, draw_children=draft_status,
                     verify_logits=result.status)
     return output.result(stats, target)
 
@@ -209,24 +208,24 @@ def jacobi_generate(model, input_ids: Tensor, logits_processor: Sequence | None 
 
     def draw(logits, uncond, positions, **options):
         return draw_tokens(logits, uncond, asked.guidance, **asked.settings, seeds=seeds, positions=positions,
-                           id_range=asked.ids(positions), log_probs=log_probs, **options)
+                           id_range=asked.ids(positions), **options)
 
-    def draw_from_last(logits, uncond, first):
+    def draw_from_last(logits, uncond, first, **options):
         """Guesses of most + 1 positions from `first` (B,) on, or a row of the grid, by one row of logits (B, 1, V)."""
         positions = first[:, None] + step
         logits, uncond = (None if x is None else x.expand(-1, len(step), -1) for x in (logits, uncond))
-        drawn = draw(logits, uncond, positions)
+        drawn = draw(logits, uncond, positions, **options)
         image.scatter_(1, positions, drawn.tokens)
         return drawn
 
-    first = draw_from_last(*target.prefill(), output.num_made)
+    first = draw_from_last(*target.prefill(), output.num_made, log_probs=log_probs)
     output.take(image[:, :1], torch.ones_like(output.num_made), first.log_probs, draw_tokens=first.status[:, 0])
     while not output.is_done:
         N = min(most, L - min(output.open_counts()))
         positions = output.num_made[:, None] + step[:N]
         read = image.gather(1, torch.cat([positions[:, :1] - 1, positions], 1))
         logits, uncond = target.read(read[:, :N], step[None, :N], ancestors[:, :N].expand(B, -1, -1), output)
-        drawn = draw(logits, uncond, positions, guesses=read[:, 1:], ahead=grid or 0)
+        drawn = draw(logits, uncond, positions, guesses=read[:, 1:], ahead=grid or 0, log_probs=log_probs)
         if grid:  # where the window reaches the row below, its own draws are better
             image.scatter_(1, positions + grid, drawn.ahead_tokens)
         else:

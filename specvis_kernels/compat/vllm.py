@@ -122,7 +122,7 @@ def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], m
     if target_tokens is None and isinstance(is_greedy, bool) and is_greedy and not verify:
         target_tokens = target_logits.argmax(-1)
     if target_tokens is not None:
-        _check_exact(target_tokens, verify, like=target_logits, D=D)
+        _check_exact(target_tokens, target_logits, {"fly_window_size": fly_window_size, "verify": verify}, D=D)
         targets = torch.nn.functional.pad(target_tokens.long(), (0, 1))[at]
         targets = torch.where(step < counts[:, None], torch.nn.functional.pad(targets, (0, 1)), bonus[:, None])
         chain = tree_links(torch.where(step <= counts[:, None], step - 1, -2).int())
@@ -239,7 +239,8 @@ def probabilistic_rejection_sample(
     tokens = draft_sampled.long()[at]
     chain = tree_links(torch.where(step <= counts[:, None], step - 1, -2).int())
     if target_tokens is not None:
-        _check_exact(target_tokens, verify, like=target_logits, T=T)
+        others = dict(use_block_verification=use_block_verification, fly_window_size=fly_window_size, verify=verify)
+        _check_exact(target_tokens, target_logits, others, T=T)
         result = verify_greedy(target_tokens.long()[at], tokens, chain.first_child, chain.next_sibling, max_depth=S)
         return _then_next(tokens[:, 1:], result.num_accepted, result.next_token, 0), result.num_accepted + 1
     words = philox_uniforms(seed[state], pos.long()[at], 2, stream=STREAM)
@@ -290,11 +291,13 @@ def _verify_chains(target_logits, draft_sampled, cu_num_logits, uniforms, greedy
                         greedy=greedy, **rule)
 
 
-def _check_exact(target_tokens: Tensor, verify: dict | None, like: Tensor, **sizes: int) -> None:
+def _check_exact(target_tokens: Tensor, like: Tensor, others: dict, **sizes: int) -> None:
+    """others: arguments that ask for another rule"""
     check("target_tokens", target_tokens, INTEGERS, like=like, **sizes)
-    if verify:
-        raise ValueError(f"verify must be None with target_tokens, got {sorted(verify)}: relaxed acceptance takes "
-                         "tokens that the target did not draw")
+    for name, value in others.items():
+        if value:
+            raise ValueError(f"{name} must be off with target_tokens, as with SPECVIS_VLLM=seed_exact: a draft is then "
+                             f"accepted if it equals the target's draw; got {value!r}")
 
 
 def _then_next(drafts: Tensor, num_accepted: Tensor, next_token: Tensor, pad: int) -> Tensor:
@@ -371,7 +374,7 @@ class _TargetDraws:
         last_rows = runner.query_start_loc.gpu[1:batch.num_reqs + 1].long() - 1
         self.positions = runner.positions[last_rows]
         self.seeds = torch.tensor(seeds, dtype=torch.uint64).view(torch.int64).to(logits.device, non_blocking=True)
-        metadata, self.guesses = batch.sampling_metadata, None
+        metadata, self.guesses, self.drawn = batch.sampling_metadata, None, None
         self.is_greedy = None if metadata.all_greedy else metadata.temperature <= 0
         try:
             return self.own_sample(runner, logits, spec_decode_metadata)
@@ -382,9 +385,10 @@ class _TargetDraws:
         """Of the last row of each request, (B, V); and guesses for the next positions from the same row."""
         if self.seeds is None:
             return self.own_random_sample(probs, *rest)
-        logits = probs.log()
-        self.guesses = [_draw(logits, self.seeds, self.positions + step) for step in range(1, self.window + 1)]
-        return _draw(logits, self.seeds, self.positions)
+        positions = self.positions[:, None] + torch.arange(self.window + 1, device=probs.device)
+        drawn = _draw(probs.log()[:, None].expand(-1, self.window + 1, -1), self.seeds, positions)
+        self.guesses = drawn[:, 1:]
+        return drawn[:, 0]
 
     def rejection_sample(self, draft_token_ids: Tensor, num_draft_tokens: list[int], max_spec_len: int,
                          cu_num_draft_tokens: Tensor, draft_probs: Tensor | None, target_logits: Tensor,
@@ -399,17 +403,21 @@ class _TargetDraws:
         if self.is_greedy is not None:
             positions = (self.positions - ends)[request] + torch.arange(D, device=device)  # the last row has no draft
             logits = target_logits.softmax(-1, dtype=torch.float32).log()
-            tokens = torch.where(self.is_greedy[request], tokens, _draw(logits, self.seeds[request], positions))
+            drawn = _draw(logits[:, None], self.seeds[request], positions[:, None])[:, 0]
+            tokens = torch.where(self.is_greedy[request], tokens, drawn)
         if self.window:
             bonus = bonus_token_ids.view(-1).long()
-            guesses = bonus.expand(self.window, -1)
+            guesses = bonus[:, None].expand(-1, self.window)
             if self.is_greedy is not None:
-                guesses = torch.where(self.is_greedy, guesses, torch.stack(self.guesses))
-            self.drawn = num_draft_tokens, torch.cat([tokens, bonus, guesses.T.reshape(-1)])
+                guesses = torch.where(self.is_greedy[:, None], guesses, self.guesses)
+            self.drawn = num_draft_tokens, torch.cat([tokens, bonus, guesses.reshape(-1)])
         return rejection_sample(*arguments, **named, target_tokens=tokens)
 
     def chains(self) -> list[list[int]]:
-        """For each request of the last step, the draw at each of its rows, and a guess for each of the window."""
+        """For each request of the last step, the draw at each of its rows, and a guess for each of the window; nothing
+        after a step without verification."""
+        if self.drawn is None:
+            return []
         counts, tokens = self.drawn
         *draws, bonus, guesses = tokens.cpu().split([*counts, len(counts), len(counts) * self.window])
         rows = torch.cat([bonus[:, None], guesses.view(-1, self.window)], 1).tolist()
@@ -417,8 +425,8 @@ class _TargetDraws:
 
 
 def _draw(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """(R,) int64, from (R, V) rows of (R,) seeds and positions."""
-    return draw_tokens(logits[:, None], None, None, 1.0, 0, 1.0, seeds, positions[:, None]).tokens[:, 0]
+    """(R, N) int64, from (R, N, V) rows of (R,) seeds and (R, N) positions."""
+    return draw_tokens(logits, None, None, 1.0, 0, 1.0, seeds, positions).tokens
 
 
 _draws = _TargetDraws()  # the samplers' and the proposer's, which vLLM makes from the name of its class
@@ -473,5 +481,6 @@ class JacobiProposer:
         Returns:
             B lists of at most num_speculative_tokens tokens, no more than the model's longest length leaves room for
         """
+        chains = _draws.chains() or [[]] * len(sampled_token_ids)
         return [chain[len(new):][:min(_draws.window, max(0, self.max_model_len - int(length)))] if new else []
-                for chain, new, length in zip(_draws.chains(), sampled_token_ids, num_tokens_no_spec)]
+                for chain, new, length in zip(chains, sampled_token_ids, num_tokens_no_spec)]

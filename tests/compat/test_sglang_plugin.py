@@ -136,6 +136,15 @@ def test_a_sampler_of_sglangs_is_hooked(sglang):
             function()
 
 
+def test_the_samplers_of_sgl_kernel_are_sglangs_own(sglang):
+    """As on an NPU and on MUSA, where they are in packages beside it."""
+    eagle = import_module(ours.EAGLE)
+    sampler = eval("lambda *arguments: None", {"__name__": "sgl_kernel_npu.sample"})
+    eagle.tree_speculative_sampling_target_only = sampler
+    load(sglang)
+    assert eagle.tree_speculative_sampling_target_only is not sampler
+
+
 def test_another_plugin_and_another_version(sglang):
     target = f"{ours.TREES}:verify_tree_greedy_func"
     with sglang.context() as m:
@@ -143,6 +152,7 @@ def test_another_plugin_and_another_version(sglang):
         with pytest.raises(RuntimeError, match=f"{target} must be sglang's own function, got one of {__name__}: "
                                                "another plugin .* SGLANG_PLUGINS"):
             ours.register()
+    assert import_module(ours.EAGLE).tree_speculative_sampling_target_only is None  # nothing is half installed
     sglang.setitem(sys.modules, "sglang.srt.plugins.hook_registry", None)  # as before there was a registry
     with pytest.raises(RuntimeError, match="sglang must have sglang.srt.plugins.hook_registry:HookRegistry, .*"
                                            "tested with 0.5.23"):

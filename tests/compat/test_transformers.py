@@ -498,7 +498,7 @@ def test_glm_image_draws_its_grids():
     (dict(image_grid_thw=None), "jacobi_generate needs image_grid_thw, the grids that GLM-Image draws"),
     (dict(image_grid_thw=torch.tensor(GRIDS)), r"needs image_grid_thw \(n, 3\), n the sum of images_per_sample, which "
                                                r"is of B=2 prompts, got int64 \(2, 3\) and \[2, 2\]"),
-    (dict(images_per_sample=None), r"got int64 \(4, 3\) and \[4\]"),
+    (dict(images_per_sample=None), "needs images_per_sample, how many of image_grid_thw each of B=2 prompts has"),
     (dict(image_grid_thw=torch.ones(4, 2, dtype=torch.int64)), r"got int64 \(4, 2\) and \[2, 2\]"),
     (dict(prompts=GLM_PROMPTS.masked_fill(GLM_PROMPTS == 21, 11)), "are all drawn, got prompts in which 11 ends 1 pic"),
     (dict(max_new_tokens=16), "needs max_new_tokens of at most 15, the tokens of image_grid_thw and what ends them, g"),

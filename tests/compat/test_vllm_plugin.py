@@ -320,7 +320,11 @@ def test_model_runner_v2_accepts_what_vllm_would_draw(vllm):
 def test_target_tokens_leave_no_room_for_relaxed_acceptance():
     arguments = logits_batch([1], [1])
     rows = arguments["draft_sampled"]
-    with pytest.raises(ValueError, match=r"verify must be None with target_tokens, got \['delta'\]"):
-        ours.probabilistic_rejection_sample(**arguments, target_tokens=rows, verify=dict(delta=0.1))
+    for name, value in dict(verify=dict(delta=0.1), use_block_verification=True, fly_window_size=2).items():
+        with pytest.raises(ValueError, match=f"{name} must be off with target_tokens, .*SPECVIS_VLLM=seed_exact"):
+            ours.probabilistic_rejection_sample(**arguments | {name: value}, target_tokens=rows)
+    with pytest.raises(ValueError, match="fly_window_size must be off with target_tokens"):
+        ours.rejection_sample(rows[:1], [1], 1, rows[:1] * 0 + 1, None, torch.zeros(1, 4), rows[:1, None],
+                              fly_window_size=1, fly_entropy_threshold=0.3, target_tokens=rows[:1])
     with pytest.raises(ValueError, match=r"target_tokens must be int64 or int32 \(T=2\), got int64 \(1,\)"):
         ours.probabilistic_rejection_sample(**arguments, target_tokens=rows[1:])

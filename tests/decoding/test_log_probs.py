@@ -81,6 +81,13 @@ def test_without_them_nothing_else_changes(pipeline, name):
     assert torch.equal(with_them.target_forwards, without.target_forwards)
 
 
+@pytest.mark.parametrize("name", ["vanilla", "jacobi", "gsd", "eagle1", "lantern"])
+def test_an_image_that_fails_at_once_has_none(pipeline, name, monkeypatch):
+    monkeypatch.setattr(pipeline.gpt, "logits", lambda hidden: torch.full((*hidden.shape[:2], 64), torch.nan))
+    decoded = pipeline.tokens(PROMPTS, DISCRETE[name], sampling(pipeline))
+    assert decoded.failed.all() and not any(x.any() for x in decoded.log_probs)
+
+
 @pytest.mark.parametrize("name", ["vanilla", "jacobi", "gsd", "eagle1", "eagle2"])
 def test_an_image_that_fails_has_none_from_there_on(pipeline, name, monkeypatch):
     """The target's logits are NaN after one of the image's tokens. Images beside it go on."""

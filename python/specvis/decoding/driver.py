@@ -184,10 +184,11 @@ def new_log_probs(sampling: Sampling, width: int) -> Tensor | None:
     return torch.zeros(len(sampling.seeds), width, 2, device=sampling.seeds.device) if sampling.log_probs else None
 
 
-def keep_log_probs(log_probs: Tensor | None, positions: Tensor, new: TokenLogProbsResult | LogProbs | None) -> None:
-    """Put the log-probabilities of the tokens at positions (B, K) there, if there are any."""
+def keep_log_probs(log_probs: Tensor | None, positions: Tensor, new: TokenLogProbsResult | None) -> None:
+    """Put the log-probabilities of the tokens at positions (B, K) there, if there are any; 0 for an invalid row."""
     if log_probs is not None:
-        log_probs.scatter_(1, positions[..., None].expand(-1, -1, 2), torch.stack([new.sampled, new.full], -1))
+        values = torch.stack([new.sampled, new.full], -1).masked_fill((new.status != 0)[..., None], 0.0)
+        log_probs.scatter_(1, positions[..., None].expand(-1, -1, 2), values)
 
 
 def decoded_log_probs(log_probs: Tensor | None, num_known: Tensor, failed: Tensor) -> LogProbs | None:

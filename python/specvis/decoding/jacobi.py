@@ -341,7 +341,8 @@ def guess_new(state: JacobiState, settings: JacobiSettings, hidden: Tensor, coun
     else:
         logits = settings.target.logits(take_nodes(hidden, (last - counts)[:, None])).expand(-1, n, -1)
         positions = (last + 1)[:, None] + settings.index[1:n + 1]
-        tokens = settings.sampling.draw_from(logits, positions, id_range(settings.target, positions)).tokens
+        tokens = settings.sampling.draw_from(logits, positions, id_range(settings.target, positions),
+                                             log_probs=False).tokens
     state.tokens.scatter_(1, positions, tokens)
 
 

@@ -100,11 +100,14 @@ class Sampling(BatchState):
         return self.draw_from(model.logits(hidden), positions, id_range(model, positions), guesses, ahead)
 
     def draw_from(self, logits: Tensor, positions: Tensor, ids: Tensor | None = None, guesses: Tensor | None = None,
-                  ahead: int = 0) -> DrawTokensResult:
-        """The target's own draws from logits (R, N, V). ids (B, N, 2): see `id_range`"""
+                  ahead: int = 0, log_probs: bool = True) -> DrawTokensResult:
+        """The target's own draws from logits (R, N, V). ids (B, N, 2): see `id_range`
+
+        log_probs: whether log-probabilities are of use here, if they are wanted at all
+        """
         return draw_tokens(*split_rows(logits, len(self.seeds)), self.guidance, self.temperature, self.top_k,
                            self.top_p, self.seeds, positions, id_range=ids, guesses=guesses, ahead=ahead,
-                           log_probs=self.log_probs)
+                           log_probs=self.log_probs and log_probs)
 
     def log_probs_of(self, logits: Tensor, tokens: Tensor, ids: Tensor | None = None,
                      rows: Tensor | None = None) -> TokenLogProbsResult:

@@ -19,7 +19,7 @@ from specvis_kernels import INVALID_ROW, CommitTokensResult, VerifyResult, commi
 from ..models.interface import DraftModel, Nodes, TargetModel, id_range, num_tokens
 from .batch_state import BatchState
 from .bounds import chain_bound, optimal_residual, scaled, vanilla_residual
-from .decoded import Decoded, Finished, LogProbs, Observer, Progress, Step
+from .decoded import Decoded, Finished, Observer, Progress, Step
 from .draft_tree import DraftState, DraftTree, new_draft_state
 from .driver import (
     GraphKey,
@@ -242,7 +242,9 @@ def update(state: SpeculativeState, settings: SpeculativeSettings, tree: DraftTr
            verified: VerifyResult, committed: CommitTokensResult, position: Tensor, active: Tensor) -> None:
     """Let the draft model read the new tokens, and choose the next trees' shapes."""
     if state.log_probs is not None:
-        keep_new_log_probs(state, verified, position, active)
+        positions = position[:, None] + torch.arange(settings.max_depth + 1, device=position.device)
+        keep_log_probs(state.log_probs, torch.where(active[:, None], positions, state.log_probs.shape[1] - 1),
+                       verified.log_probs)
     if settings.needs_bound:
         add_bound(state, settings, tree, output, position, active)
     shapes = state.draft_state.shapes
@@ -250,15 +252,6 @@ def update(state: SpeculativeState, settings: SpeculativeSettings, tree: DraftTr
         shapes.record(position, verified.num_accepted.long(), active & (state.counts < settings.num_tokens))
     hidden = take_nodes(output.hidden, committed.nodes)
     state.draft_state.extend(committed.new_tokens, hidden, position, committed.num_new, state.graph_key.max_count)
-
-
-def keep_new_log_probs(state: SpeculativeState, verified: VerifyResult, position: Tensor, active: Tensor) -> None:
-    """Keep the log-probabilities of a step's tokens, without that of a token from an invalid row."""
-    index = torch.arange(verified.accepted_nodes.shape[1] + 1, device=position.device)
-    is_invalid = ((verified.status & INVALID_ROW) != 0)[:, None] & (index == verified.num_accepted[:, None])
-    positions = torch.where(active[:, None], position[:, None] + index, state.log_probs.shape[1] - 1)
-    sampled, full, _ = (x.masked_fill(is_invalid, 0) for x in verified.log_probs)
-    keep_log_probs(state.log_probs, positions, LogProbs(sampled, full))
 
 
 def add_bound(state: SpeculativeState, settings: SpeculativeSettings, tree: DraftTree, output: TargetOutput,

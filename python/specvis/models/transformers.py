@@ -408,7 +408,8 @@ class GLMImage(ImageModel):
         for prompt in prompts:
             if len(prompt) and (prompt[-1] != start or end in prompt):
                 raise ValueError(f"{name} must end with {start}, which begins an image, and have no picture, whose end "
-                                 f"is {end}: both grids of image_grid_thw are drawn; got {list(prompt)}")
+                                 f"is {end}: both grids of image_grid_thw are drawn; got a prompt that ends with "
+                                 f"{int(prompt[-1])} and has {sum(int(i) == end for i in prompt)} pictures")
         return super().padded(prompts, name)
 
     def positions(self, position_ids: Tensor, padding_mask: Tensor) -> Tensor:
