@@ -9,7 +9,7 @@ from ._checks import check, check_dims, integers, setting
 from ._define import define
 from ._numbers import draw, to_fixed_point
 from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE
-from .token_log_probs import log_of_probs, with_log_probs
+from .token_log_probs import WithLogProbs, log_of_probs, with_log_probs
 
 
 class CoupleTokensResult(NamedTuple):
@@ -25,8 +25,8 @@ class CoupleTokensResult(NamedTuple):
         """None, unless they were asked for."""
 
 
-class _CoupleTokensWithLogProbs(CoupleTokensResult):
-    log_probs = None  # in place of the property
+class _CoupleTokensWithLogProbs(WithLogProbs, CoupleTokensResult):
+    pass
 
 
 def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uniforms: Tensor, *,
@@ -77,7 +77,8 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
         groups:        (B, W, k) int32 or int64   the ids that count with each guess, distinct. -1 pads: ids outside
                                                [0, V) do not count, and the guess counts once, listed or not
         residual:      "optimal", "relaxed" or "released"
-        log_probs:     whether to compute the log-probabilities of the tokens, too
+        log_probs:     whether to compute the log-probabilities of the tokens, too, which the result has as an
+                       attribute
         backend:       None for the device's own kernel; a name from `backends()` to force one
 
     Returns:

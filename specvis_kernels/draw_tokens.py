@@ -9,7 +9,7 @@ from ._define import define
 from ._filters import check_filters, check_logits, check_settings, filter_logits, range_of_nodes
 from .noise import gumbel_noise
 from .status import INVALID_ROW
-from .token_log_probs import TokenLogProbsResult, token_log_probs, with_log_probs
+from .token_log_probs import TokenLogProbsResult, WithLogProbs, token_log_probs, with_log_probs
 
 
 class DrawTokensResult(NamedTuple):
@@ -24,8 +24,8 @@ class DrawTokensResult(NamedTuple):
         """None, unless they were asked for."""
 
 
-class _DrawTokensWithLogProbs(DrawTokensResult):
-    log_probs = None  # in place of the property
+class _DrawTokensWithLogProbs(WithLogProbs, DrawTokensResult):
+    pass
 
 
 def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float | None, temperature: Tensor | float,
@@ -71,7 +71,8 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
         guesses:      (B, N) int32 or int64   a guess for each row's token; -1: no guess. None: no guesses at all. The
                                               guess of row n is the token of node n + 1, the last row has none
         ahead:        by how many positions the second draw's noise is later; 0: there is no second draw
-        log_probs:    whether to compute the log-probabilities of the tokens, too
+        log_probs:    whether to compute the log-probabilities of the tokens, too, which the result has as an
+                      attribute
         backend:      None for the device's own kernel; a name from `backends()` to force one
 
     Returns:

@@ -89,10 +89,19 @@ def log_of_probs(p: Tensor) -> Tensor:
     return torch.where((p >= least) & (p <= LARGEST), log(p.clamp(min=least)), -torch.inf)
 
 
+class WithLogProbs:
+    """A named tuple with the attribute `log_probs`, which is no item: without it, results are unpacked alike."""
+    log_probs = None
+
+    def __repr__(self):
+        return f"{super().__repr__()[:-1]}, log_probs={self.log_probs})"
+
+    def _replace(self, **fields):
+        return with_log_probs(type(self), super()._replace(**fields), self.log_probs)
+
+
 def with_log_probs(kind: type, result: tuple, log_probs: Tensor | TokenLogProbsResult) -> tuple:
-    """A result with an attribute beside its fields, so that it is unpacked as without; `_replace` loses the attribute.
-    kind: a subclass of the result's class
-    """
+    """A result as this kind, a subclass of its class."""
     result = kind(*result)
     result.log_probs = log_probs
     return result

@@ -10,7 +10,7 @@ from ._checks import INTEGERS, check, check_count, check_dims, integers, setting
 from ._define import define
 from ._numbers import FIXED_ONE, draw, log, to_fixed_point
 from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_TREE
-from .token_log_probs import log_of_probs, with_log_probs
+from .token_log_probs import WithLogProbs, log_of_probs, with_log_probs
 from .verify_tree import Rule, check_rule, verify_nodes
 
 RULES = ("strict", "block", "fly")
@@ -28,8 +28,8 @@ class VerifyChainResult(NamedTuple):
         """None, unless they were asked for."""
 
 
-class _VerifyChainWithLogProbs(VerifyChainResult):
-    log_probs = None  # in place of the property
+class _VerifyChainWithLogProbs(WithLogProbs, VerifyChainResult):
+    pass
 
 
 def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens: Tensor, uniforms: Tensor, *,

@@ -10,7 +10,7 @@ from ._define import define
 from ._numbers import draw, to_fixed_point, uniform_mass
 from .neighborhood_sum import neighbor_prefix
 from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE
-from .token_log_probs import TokenLogProbsResult, emitted, log_of_probs, with_log_probs
+from .token_log_probs import TokenLogProbsResult, WithLogProbs, emitted, log_of_probs, with_log_probs
 
 
 class VerifyResult(NamedTuple):
@@ -26,8 +26,8 @@ class VerifyResult(NamedTuple):
         """None, unless they were asked for."""
 
 
-class VerifyWithLogProbs(VerifyResult):
-    log_probs = None  # in place of the property
+class VerifyWithLogProbs(WithLogProbs, VerifyResult):
+    pass
 
 
 def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_sibling: Tensor,

@@ -14,7 +14,8 @@ void token_log_probs_cpu(const TokenLogProbs& batch) {
   parallel_for(rows.B * batch.K, grain, [&](int64_t begin, int64_t end) {
     FilteredRow row(rows.V);
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t n = batch.row_number(i), r = i / batch.K * rows.N + n, token = batch.tokens[i];
+      const int64_t n = batch.row_numbers ? batch.row_numbers[i] : i % batch.K;
+      const int64_t r = i / batch.K * rows.N + n, token = batch.tokens[i];
       float &sampled = batch.sampled[i], &full = batch.full[i];
       sampled = full = n < 0 ? 0 : kNever;
       batch.status[i] = 0;

@@ -5,10 +5,11 @@ namespace specvis {
 namespace {
 
 template <class Entries>
-__global__ void __launch_bounds__(kMaxRowThreads) token_log_probs_kernel(TokenLogProbs batch, int64_t capacity) {
+__global__ void __launch_bounds__(kMaxDraftThreads) token_log_probs_kernel(TokenLogProbs batch, int64_t capacity) {
   Team team;
   DYNAMIC_SHARED(RowShared, shared);
-  const int64_t i = blockIdx.x / team.size(), n = batch.row_number(i);
+  const unsigned K = static_cast<unsigned>(batch.K), i = blockIdx.x / team.size(), b = i / K;
+  const int64_t n = batch.row_numbers ? batch.row_numbers[i] : i - b * K;
   const auto write = [&](float sampled, float full, int32_t status) {
     batch.sampled[i] = sampled;
     batch.full[i] = full;
@@ -19,7 +20,7 @@ __global__ void __launch_bounds__(kMaxRowThreads) token_log_probs_kernel(TokenLo
     if (team.thread() == 0) write(nothing, nothing, n < 0 ? 0 : kInvalidRow);
     return;
   }
-  const int64_t r = i / batch.K * batch.rows.N + n, token = batch.tokens[i];
+  const int64_t r = b * batch.rows.N + n, token = batch.tokens[i];
   GuidedRow<Entries> row(team, shared, capacity, batch.rows, r);
   if (!row.valid()) {
     if (team.thread() == 0) write(-INFINITY, -INFINITY, kInvalidRow);
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(kMaxRowThreads) token_log_probs_kernel(TokenLo
 template <class T>
 cudaError_t launch(const TokenLogProbs& batch, cudaStream_t stream) {
   return launch_rows<T>(token_log_probs_kernel<Held<T>>, token_log_probs_kernel<Streamed<T>>, batch,
-                        batch.rows.B * batch.K, stream);
+                        batch.rows.B * batch.K, stream, kMaxDraftThreads);
 }
 
 }  // namespace

@@ -188,8 +188,6 @@ struct TokenLogProbs {
   const int64_t* row_numbers;  // (B, K), negative: there is no token; null: token k is predicted by row k
   float *sampled, *full;       // (B, K)
   int32_t* status;             // (B, K)
-
-  HOST_DEVICE int64_t row_number(int64_t token) const { return row_numbers ? row_numbers[token] : token % K; }
 };
 KERNEL(token_log_probs, TokenLogProbs);
 

@@ -323,7 +323,7 @@ def register() -> None:
     A request of the v1 engine without a seed gets one from its id and the engine's seed.
 
     Raises:
-        ValueError:   SPECVIS_VLLM is neither of the two
+        ValueError:   SPECVIS_VLLM is neither of the two, nor 0
         RuntimeError: this vLLM has no such functions, or another plugin has replaced one of them
     """
     mode = os.environ.get("SPECVIS_VLLM", "")
@@ -335,8 +335,8 @@ def register() -> None:
         _draws.install()
         sampler, name = place_of("vllm", f"{V2}.sample.sampler:gumbel_sample")
         replace("vllm", V2_REJECTION_SAMPLE, functools.partial(_accept_equal, getattr(sampler, name)))
-    elif mode:
-        raise ValueError(f"SPECVIS_VLLM must be rejection or seed_exact, one of the two, got {mode!r}")
+    elif mode not in ("", "0"):
+        raise ValueError(f"SPECVIS_VLLM must be rejection or seed_exact, one of the two, or 0, got {mode!r}")
 
 
 def _accept_equal(gumbel_sample: Callable, target_logits: Tensor, draft_logits: Tensor | None, *rest,
