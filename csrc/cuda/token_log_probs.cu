@@ -5,7 +5,7 @@ namespace specvis {
 namespace {
 
 template <class Entries>
-__global__ void __launch_bounds__(kMaxDraftThreads) token_log_probs_kernel(TokenLogProbs batch, int64_t capacity) {
+__global__ void __launch_bounds__(kMaxDraftThreads, 1) token_log_probs_kernel(TokenLogProbs batch, int64_t capacity) {
   Team team;
   DYNAMIC_SHARED(RowShared, shared);
   const unsigned K = static_cast<unsigned>(batch.K), i = blockIdx.x / team.size(), b = i / K;
