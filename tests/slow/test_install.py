@@ -103,7 +103,7 @@ def test_the_wheel_works_with_torch_alone(empty, sources, tmp_path):
     assert libraries <= {"specvis_kernels/_ops.so", "specvis_kernels/_ops_cuda.so"}
     assert ("-manylinux_2_" in wheel.name) == bool(libraries)  # which one, tests/test_libraries.py says
     assert {*names} - libraries == ours("specvis_kernels", ROOT, "*.py", "py.typed") | {
-        f"{OPS}.dist-info/{name}" for name in (*INFORMATION, "licenses/LICENSE")}
+        f"{OPS}.dist-info/{name}" for name in (*INFORMATION, "entry_points.txt", "licenses/LICENSE")}
     assert "\nLicense-Expression: Apache-2.0\n" in read(wheel, f"{OPS}.dist-info/METADATA")
     folders = [str(folder).encode() for folder in (sources, importlib.metadata.distribution("torch").locate_file(""))]
     for name in libraries - {"specvis_kernels/_ops_cuda.so"}:  # nvcc writes into its own what it was linked with
