@@ -315,7 +315,8 @@ def test_what_glm_image_refuses(targets):
     assert torch.equal(GLMImage(model, S, torch.tensor(GRIDS * B)).axes, target.axes)
     for prompt in ([1, 20, 21], [1, 7, 20, 11, 21, 7]):
         with pytest.raises(ValueError, match=r"prompts must end with 7, which begins an image, and have no picture, "
-                           rf"whose end is 11: both grids of image_grid_thw are drawn; got \{prompt}"):
+                           "whose end is 11: both grids of image_grid_thw are drawn; got a prompt that ends with "
+                           f"{prompt[-1]} and has {prompt.count(11)} pictures"):
             target.condition([[1, 7], prompt])
     with pytest.raises(ValueError, match="guidance must be 1 for GLMImage, which has nothing to measure it against, "
                        "got 1.5"):
