@@ -1,6 +1,6 @@
 """Definitions of the ops for flashinfer-bench, as JSON files:   python -m benchmarks.definitions --out DIR [op ...]
 
-A definition is of an op at sizes from real models (those of benchmarks/ops.py). Its inputs and outputs have the shapes
+A definition is of an op at sizes from real models (as in benchmarks/ops.py). Its inputs and outputs have the shapes
 of the op's docstring: batches vary, other sizes are constants. Its reference is the oracle, with the source of all that
 it calls, and needs torch alone. Options, and arguments that are None, are constants of the reference. The format knows
 no uint16: tables of ids are int64.
@@ -43,7 +43,7 @@ def source_of(function) -> tuple[str, str]:
     parts, known = [], {}  # the latter: name there -> object
 
     def define(name: str, value) -> str:
-        """Append the definition of a global of this package, after those of what it uses. Returns its name there."""
+        """Append the definition of a global of this package, after the ones that it uses. Returns its name there."""
         is_ours = getattr(value, "__module__", None) in sys.modules and value.__module__.startswith("specvis_kernels.")
         if is_ours:  # every op has an _oracle
             name = value.__name__

@@ -33,7 +33,7 @@ class RowPair {
     *draft = team.total(draft_masses, is_draft_valid);
   }
 
-  // The target's largest entry before `before` in the order of entry(), as a whole number; 0 if there is none.
+  // The target's largest entry before `before` in the order of entry(), as a whole number; 0 if no entry is before it.
   __device__ uint64_t largest(Team& team, uint64_t before) {
     uint64_t own = 0;
     for_each_group([&](int64_t first, int count) {
