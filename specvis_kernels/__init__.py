@@ -30,6 +30,8 @@ from .neighborhood_sum import NeighborhoodSumResult, neighborhood_sum
 from .noise import gumbel_noise, philox_uniforms, philox_words
 from .packed_linear import pack_weight, packed_linear
 from .resample_gaussian import ResampleGaussianResult, resample_gaussian
+from .rms_norm import RMSNormResult, rms_norm
+from .rotate_into_cache import rotate_into_cache
 from .sample_residual import SampleResidualResult, sample_residual
 from .select_tree import SelectTreeResult, select_tree
 from .status import (
@@ -42,6 +44,7 @@ from .status import (
     StatusError,
     check_status,
 )
+from .swiglu import swiglu
 from .token_log_probs import TokenLogProbsResult, token_log_probs
 from .transformer_blocks import PackedBlocks, TransformerBlock, pack_blocks, transformer_blocks
 from .tree_attention import tree_attention
@@ -60,15 +63,16 @@ __version__ = "0.2.0.dev0"
 __all__ = [
     "accept_gaussian", "codebook_neighbors", "commit_kv", "couple_tokens", "decoder_layers", "denoise_tokens",
     "draft_children", "draft_frontier", "draw_children", "draw_tokens", "expand_tree",
-    "guided_probs", "neighborhood_sum", "packed_linear", "resample_gaussian", "sample_residual", "select_tree",
-    "token_log_probs", "transformer_blocks", "tree_attention", "tree_from_mask", "tree_from_paths", "tree_links",
-    "tree_mask", "tree_paths", "verify_chain", "verify_greedy", "verify_logits", "verify_tree",
+    "guided_probs", "neighborhood_sum", "packed_linear", "resample_gaussian", "rms_norm", "rotate_into_cache",
+    "sample_residual", "select_tree", "swiglu", "token_log_probs", "transformer_blocks", "tree_attention",
+    "tree_from_mask", "tree_from_paths", "tree_links", "tree_mask", "tree_paths", "verify_chain", "verify_greedy",
+    "verify_logits", "verify_tree",
     "AcceptGaussianResult", "CoupleTokensResult", "DecoderLayer", "DenoiseTokensResult",
     "DenoiserBlock", "DraftChildrenResult", "DraftFrontierResult", "DrawChildrenResult", "DrawTokensResult",
     "ExpandTreeResult", "GuidedProbsResult", "NeighborhoodSumResult", "PackedBlocks", "PackedDenoiser",
-    "PackedLayers", "ResampleGaussianResult", "SampleResidualResult", "SelectTreeResult", "StatusError",
-    "TokenLogProbsResult", "TransformerBlock", "TreeLinksResult", "VerifyChainResult", "VerifyGreedyResult",
-    "VerifyResult",
+    "PackedLayers", "RMSNormResult", "ResampleGaussianResult", "SampleResidualResult", "SelectTreeResult",
+    "StatusError", "TokenLogProbsResult", "TransformerBlock", "TreeLinksResult", "VerifyChainResult",
+    "VerifyGreedyResult", "VerifyResult",
     "backends", "check_status", "gumbel_noise", "ops", "pack_blocks", "pack_denoiser", "pack_layers", "pack_weight",
     "philox_uniforms", "philox_words", "tree_from_choices",
     "EMPTY_RESIDUAL", "INVALID_DRAFT", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE", "OUT_OF_TRIES",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 MOST_IDS = 2**19   # limit of V, and of ids that are summed for a token: rows of 2.0 sum to 2**62 in fixed point
 MOST = 2**31 - 1   # limit of other sizes and counts: nodes, columns and lengths are int32 somewhere
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32)  # tokens, links, lengths, positions and counts may have either dtype
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -192,6 +193,16 @@ def check_dims(name: str, tensor: Tensor, letters: str, dtype: torch.dtype | tup
     if dtype is not None and (tensor.dtype is not dtype or like is not None):
         check(name, tensor, dtype, like, **dict(zip(letters, tensor.shape)))
     return tensor.shape
+
+
+def check_rows(name: str, rows: Tensor, letter: str, dtype: torch.dtype | tuple, like: Tensor | None = None) -> None:
+    """Raise ValueError unless `rows` is a tensor (.., letter) that is not empty in its last dimension, of this dtype (or
+    one of these), and of the shape and device of `like`."""
+    if not isinstance(rows, Tensor) or rows.ndim < 1 or rows.shape[-1] < 1:
+        got = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+        raise ValueError(f"{name} must be a tensor (.., {letter}) with {letter} >= 1, got {got}")
+    *others, last = (rows if like is None else like).shape
+    check(name, rows, dtype, like, **dict(zip("abcdefgh", others)), **{letter: last})
 
 
 def is_traced(tensor: Tensor) -> bool:

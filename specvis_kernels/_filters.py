@@ -4,10 +4,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import check, check_dims, integers, setting, to_integer
+from ._checks import FLOATS, check, check_dims, integers, setting, to_integer
 from ._numbers import exp
 
-HALF_OR_FLOAT = (torch.float32, torch.float16, torch.bfloat16)
 FILTERS = ("k_then_p", "p_then_k")
 
 MASS_ONE = 2.0 ** 40  # exp(logit - best) <= 1 as an integer
@@ -28,8 +27,8 @@ def check_logits(logits: Tensor, uncond: Tensor | None, nodes: str = "N",
     nodes: the letter of the second dimension
     """
     B, N, V = check_dims("logits", logits, f"B{nodes}V", not_empty=not_empty)
-    if logits.dtype not in HALF_OR_FLOAT:
-        check("logits", logits, HALF_OR_FLOAT, **{"B": B, nodes: N, "V": V})
+    if logits.dtype not in FLOATS:
+        check("logits", logits, FLOATS, **{"B": B, nodes: N, "V": V})
     if uncond is not None:
         check("uncond", uncond, logits.dtype, like=logits, **{"B": B, nodes: N, "V": V})
     return B, N, V

@@ -2,10 +2,8 @@
 import torch
 from torch import Tensor
 
-from ._checks import check, check_dims, for_each, integers
+from ._checks import FLOATS, check, check_dims, for_each, integers
 from ._define import define
-
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, ancestors: Tensor, *,

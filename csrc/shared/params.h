@@ -356,6 +356,34 @@ struct TreeAttention {
 };
 KERNEL(tree_attention, TreeAttention);
 
+struct RmsNorm {
+  int64_t M, E;
+  double eps;
+  FloatType type;
+  const void *x, *weight, *residual;  // (M, E), (E), (M, E) or null
+  void *normed, *stream;              // (M, E); (M, E), used with a residual
+};
+KERNEL(rms_norm, RmsNorm);
+
+struct Swiglu {
+  int64_t numel;
+  FloatType type;
+  const void *gate, *up;  // (M, F)
+  void* gated;            // (M, F)
+};
+KERNEL(swiglu, Swiglu);
+
+struct RotateIntoCache {
+  int64_t R, N, B, T, H, G, D, P, Y, first_node;  // G heads of keys and values
+  bool has_halves;
+  FloatType type;
+  const void* qkv;                     // (R, N, (H + 2 G) D)
+  const int64_t *lengths, *positions;  // (B), (Y, N)
+  const float* rotations;              // (P, D / 2, 2)
+  void *kv_cache, *q;                  // (R, T, 2, G, D), (R, N, H, D)
+};
+KERNEL(rotate_into_cache, RotateIntoCache);
+
 // A weight (O, K) is packed as panels of kPanel outputs: (panels, K, kPanel), or of numbers of two bytes (panels, K /
 // 2, kPanel, 2). Zeros fill up the last panel.
 constexpr int64_t kPanel = 32;

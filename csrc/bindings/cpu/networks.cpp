@@ -97,6 +97,60 @@ Tensor packed_linear(const Tensor& x, const Tensor& weight, const MaybeTensor& b
   return y;
 }
 
+Tensors<2> rms_norm(const Tensor& x, const Tensor& weight, const MaybeTensor& residual, double eps) {
+  Arguments a("rms_norm", "E");
+  RmsNorm batch = {};
+  batch.type = a.read_floats("x", x, "ME", &batch.x);
+  batch.weight = a.read("weight", weight, "E", x.scalar_type());
+  if (residual) batch.residual = a.read("residual", *residual, "ME", x.scalar_type());
+  const int64_t M = batch.M = a.size('M'), E = batch.E = a.size('E');
+  batch.eps = eps;
+  Tensor normed = a.make({M, E}, x.scalar_type());
+  Tensor stream = residual ? a.make({M, E}, x.scalar_type()) : a.make({0}, x.scalar_type());
+  batch.normed = normed.mutable_data_ptr();
+  batch.stream = stream.mutable_data_ptr();
+  RUN(rms_norm, a, batch);
+  return {normed, stream};
+}
+
+Tensor rotate_into_cache(const Tensor& qkv, const Tensor& kv_cache, const Tensor& lengths, const Tensor& positions,
+                         const Tensor& rotations, int64_t first_node, bool rotates_halves) {
+  Arguments a("rotate_into_cache", "NTGDPY");
+  RotateIntoCache batch = {};
+  batch.type = a.read_floats("qkv", qkv, "RNQ", &batch.qkv);
+  batch.kv_cache = a.write("kv_cache", kv_cache, "RT2GD", qkv.scalar_type());
+  a.read("lengths", lengths, "B", &batch.lengths);
+  a.read("positions", positions, "YN", &batch.positions);
+  a.read("rotations", rotations, "Pd2", &batch.rotations);
+  a.count("first_node", first_node, 0);
+  const int64_t R = a.size('R'), Q = a.size('Q');
+  a.sizes("RNBTGDPY", batch.R, batch.N, batch.B, batch.T, batch.G, batch.D, batch.P, batch.Y);
+  batch.first_node = first_node;
+  batch.has_halves = rotates_halves;
+  batch.H = Q / batch.D - 2 * batch.G;
+  a.require_rows_of_requests(R);
+  a.require(Q % batch.D == 0 && batch.H > 0, "qkv must be of H + 2 G heads of kv_cache's size");
+  a.require(a.size('d') * 2 == batch.D, "rotations must be of D / 2 pairs");
+  a.require(R % batch.Y == 0, "the rows must be a multiple of the rows of positions");
+  Tensor q = a.make({R, batch.N, batch.H, batch.D}, qkv.scalar_type());
+  batch.q = q.mutable_data_ptr();
+  RUN(rotate_into_cache, a, batch);
+  return q;
+}
+
+Tensor swiglu(const Tensor& gate, const Tensor& up) {
+  Arguments a("swiglu", "");
+  Swiglu batch = {};
+  batch.type = a.read_floats("gate", gate, "MF", &batch.gate);
+  batch.up = a.read("up", up, "MF", gate.scalar_type());
+  const int64_t M = a.size('M'), F = a.size('F');
+  batch.numel = M * F;
+  Tensor gated = a.make({M, F}, gate.scalar_type());
+  batch.gated = gated.mutable_data_ptr();
+  RUN(swiglu, a, batch);
+  return gated;
+}
+
 Tensor transformer_blocks(const Tensor& x, const Tensor& matrices, const Tensor& vectors, const MaybeTensor& last_norm,
                           const MaybeTensor& key_mask, const Tensor& wanted, int64_t heads, int64_t ffn_dim,
                           double eps) {
@@ -158,6 +212,9 @@ STABLE_TORCH_LIBRARY_IMPL(SPECVIS_NAMESPACE, DEVICE, m) {
   OP(decoder_layers);
   OP(denoise_tokens);
   OP(packed_linear);
+  OP(rms_norm);
+  OP(rotate_into_cache);
+  OP(swiglu);
   OP(transformer_blocks);
   OP(tree_attention);
 }

@@ -9,14 +9,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COMPARED = Counter()  # backend -> tests passed
 CASES = {}       # op -> sizes
 TOLERANCES = {}  # op -> {index of an output: (rtol, atol)}; everything else is equal bit for bit
-# verify_chain's requests have different lengths, and four ops have weights: their own tests cover batches
-UNBATCHED = {"codebook_neighbors", "decoder_layers", "denoise_tokens", "packed_linear", "transformer_blocks",
-             "verify_chain"}
+# verify_chain's requests have different lengths, and others have weights or a table: their own tests cover batches
+UNBATCHED = {"codebook_neighbors", "decoder_layers", "denoise_tokens", "packed_linear", "rms_norm",
+             "rotate_into_cache", "transformer_blocks", "verify_chain"}
 MUTATES = {      # op -> the arguments that it writes to, contiguous; tensors or lists of them
     "commit_kv": ("caches",),
     "commit_tokens": ("tokens", "counts", "failed", "target_forwards", "num_accepted_at", "num_drafted_at",
                       "tv_excess"),
     "decoder_layers": ("kv_cache",),
+    "rotate_into_cache": ("kv_cache",),
 }
 MAX_ROWS = 512   # are drawn; more rows repeat them
 

@@ -78,6 +78,48 @@ def decoder_layers(B, N, E, H, Hkv, D, ffn_dim, options=None):
             torch.stack([angles.cos(), angles.sin()], -1).to(DEVICE)), kwargs
 
 
+CASES["rms_norm"] = [(1, 1), (3, 20, torch.bfloat16), (7, 1280, torch.bfloat16, True), (2, 100, torch.float16, True),
+                     (5, 768, torch.float32, True)]
+
+
+def rms_norm(M, E, dtype=torch.float32, residual=False):
+    g = torch.Generator().manual_seed(M + E)
+    x, more = (torch.randn(M, E, generator=g).mul(3).to(DEVICE, dtype) for _ in range(2))
+    weight = (1 + torch.randn(E, generator=g) * 0.1).to(DEVICE, dtype)
+    return (x, weight), {"residual": more if residual else None}
+
+
+CASES["rotate_into_cache"] = [
+    (1, 1, 1, 1, 2),
+    (2, 7, 4, 2, 20, {"halves": True, "first": 3}),
+    (3, 20, 3, 3, 64, {"dtype": torch.bfloat16}),
+    (1, 33, 2, 1, 96, {"dtype": torch.float16, "halves": True}),
+]
+
+
+def rotate_into_cache(B, N, H, Hkv, D, options=None):
+    """Rows with and without the condition, and columns and positions that do not exist."""
+    options = {"dtype": torch.float32, "first": 0, "halves": False, "columns": N + 20, "lengths": None} | (options or {})
+    dtype, first, T = options["dtype"], options["first"], options["columns"]
+    g = torch.Generator().manual_seed(B + N + D)
+    qkv, cache = (torch.randn(*size, generator=g).to(DEVICE, dtype)
+                  for size in ((2 * B, N, (H + 2 * Hkv) * D), (2 * B, T, 2, Hkv, D)))
+    lengths = torch.tensor(options["lengths"] or [T - N + 1, 0, -1]).repeat(B)[:B].to(DEVICE)
+    angles = torch.rand(T, D // 2, generator=g) * 6
+    positions = torch.randint(-2, T + 3, (B, N), generator=g).to(DEVICE)
+    return (qkv, cache, lengths, positions, torch.stack([angles.cos(), angles.sin()], -1).to(DEVICE)), \
+        {"first_node": first, "rotates_halves": options["halves"]}
+
+
+CASES["swiglu"] = [(1, 1), (3, 50, torch.bfloat16), (5, 700), (2, 2048, torch.float16)]
+
+
+def swiglu(M, F, dtype=torch.float32):
+    g = torch.Generator().manual_seed(M + F)
+    gate, up = (torch.randn(M, F, generator=g).mul(8).to(DEVICE, dtype) for _ in range(2))
+    return (gate, up), {}
+
+
 CASES["denoise_tokens"] = [(1, 1, 2, 1, 16, 0), (13, 5, 4, 2, 48, 2), (3, 4, 8, 1, 64, 3)]
 TOLERANCES["denoise_tokens"] = {i: (1e-4, 1e-4) for i in range(3)}  # sums are in another order
 

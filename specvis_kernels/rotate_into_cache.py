@@ -1,0 +1,98 @@
+"""rotate_into_cache: rotary positions of queries and keys, and the write of keys and values into a cache, in one pass."""
+import torch
+from torch import Tensor
+
+from ._checks import FLOATS, check, check_count, check_dims, integers
+from ._define import define
+
+
+def rotate_into_cache(qkv: Tensor, kv_cache: Tensor, lengths: Tensor, positions: Tensor, rotations: Tensor, *,
+                      first_node: int = 0, rotates_halves: bool = False, backend: str | None = None) -> Tensor:
+    """Turn the queries and keys of draft trees' nodes, and put keys and values into a cache. This writes to the cache.
+
+    A pair of entries (a, b) of a query or a key becomes (a c - b s, a s + b c), with cosine c and sine s of the node's
+    position (RoPE, arXiv:2104.09864). Node n of request b is in column lengths[b] + first_node + n; a column outside
+    the cache is not written. Row r belongs to request r % B. The result and the cache are what `tree_attention` reads.
+
+    Numbers are computed in float32 and rounded once. All backends give the same bits.
+
+    Args:
+        qkv:            (R, N, Q) float32, float16 or bfloat16   Q = (H + 2 Hkv) D: the heads of queries, keys, values
+        kv_cache:       (R, T, 2, Hkv, D) as qkv   written to, contiguous, D even
+        lengths:        (B,) int32 or int64        the column of node 0; R is a multiple of B
+        positions:      (Y, N) int32 or int64      the row of `rotations` of each node; R is a multiple of Y. A position
+                                                   outside the table takes its first or last row
+        rotations:      (P, D / 2, 2) float32      cosine and sine by which pairs of entries are turned
+        first_node:     how many nodes of the tree are in the cache
+        rotates_halves: a pair is entries i and i + D / 2, as in transformers; else 2 i and 2 i + 1, as in LlamaGen
+        backend:        None for the device's own kernel; a name from `backends("rotate_into_cache")` to force one
+
+    Returns:
+        q:              (R, N, H, D) as qkv
+
+    Raises:
+        ValueError: an argument's dtype, shape or device differs from the above
+
+    Examples:
+        >>> import torch
+        >>> from specvis_kernels import rotate_into_cache
+        >>> cache = torch.zeros(1, 3, 2, 1, 2)
+        >>> quarter_turn = torch.tensor([[[0., 1.]]])
+        >>> rotate_into_cache(torch.tensor([[[1., 2., 3., 4., 5., 6.]]]), cache, torch.tensor([1]),
+        ...                   torch.tensor([[0]]), quarter_turn)
+        tensor([[[[-2.,  1.]]]])
+        >>> cache[0, 1, :, 0]                                    # key and value
+        tensor([[-4.,  3.],
+                [ 5.,  6.]])
+    """
+    R, N, Q = check_dims("qkv", qkv, "RNQ")
+    check("qkv", qkv, FLOATS, R=R, N=N, Q=Q)
+    T, Hkv, D = (kv_cache.shape[d] for d in (1, 3, 4)) if check_dims("kv_cache", kv_cache, "RT2GD") else ()
+    check("kv_cache", kv_cache, qkv.dtype, like=qkv, R=R, T=T, two=2, Hkv=Hkv, D=D)
+    if not kv_cache.is_contiguous():
+        raise ValueError("kv_cache must be contiguous, since it is written to")
+    B, = check_dims("lengths", lengths, "B")
+    lengths = integers("lengths", lengths, torch.int64, qkv, B=B)
+    Y = check_dims("positions", positions, "YN")[0]
+    positions = integers("positions", positions, torch.int64, qkv, Y=Y, N=N)
+    P = check_dims("rotations", rotations, "Pd2")[0]
+    check("rotations", rotations, torch.float32, like=qkv, P=P, pairs=D // 2, two=2)
+    first_node = check_count("first_node", first_node, 0)
+    if Hkv < 1 or D < 2 or D % 2 or Q % D or Q <= 2 * Hkv * D:
+        raise ValueError(f"qkv must have Q = (H + 2 Hkv) D with H >= 1, and kv_cache an even D, got Q={Q}, Hkv={Hkv} and "
+                         f"D={D}")
+    if N < 1 or T < 1 or P < 1 or Y < 1 or R % Y:
+        raise ValueError(f"there must be a node, a column, a rotation, and rows a multiple of the rows of positions, "
+                         f"got N={N}, T={T}, P={P}, Y={Y} and R={R}")
+    if R % B if B else R:
+        raise ValueError(f"the rows of qkv must be a multiple of B={B}, got {R}")
+    return _call(backend, qkv, kv_cache, lengths, positions, rotations, first_node, bool(rotates_halves))
+
+
+def _oracle(qkv: Tensor, kv_cache: Tensor, lengths: Tensor, positions: Tensor, rotations: Tensor, first_node: int,
+            rotates_halves: bool):
+    R, N, Q = qkv.shape
+    T, _, G, D = kv_cache.shape[1:]
+    heads = qkv.view(R, N, -1, D)
+    qk, v = heads.float().split((Q // D - G, G), 2)
+    cosine, sine = rotations[positions.clamp(0, len(rotations) - 1)].repeat(R // len(positions), 1, 1, 1).unbind(-1)
+    c, s = cosine[:, :, None], sine[:, :, None]
+    a, b = qk.chunk(2, -1) if rotates_halves else (qk[..., 0::2], qk[..., 1::2])
+    turned = a * c - b * s, a * s + b * c
+    qk = torch.cat(turned, -1) if rotates_halves else torch.stack(turned, -1).flatten(-2)
+    q, entries = torch.cat([qk, v], 2).to(qkv.dtype).split((Q // D - 2 * G, 2 * G), 2)
+
+    first = torch.where(lengths < 0, T, lengths.clamp(max=T))[:, None] + first_node
+    column = (first + torch.arange(N, device=qkv.device)).clamp(max=T).repeat(R // max(len(lengths), 1), 1)
+    longer = torch.cat([kv_cache, kv_cache[:, :1]], 1)  # its last column takes what is outside
+    longer[torch.arange(R, device=qkv.device)[:, None], column] = entries.view(R, N, 2, G, D)
+    kv_cache.copy_(longer[:, :T])
+    return q.contiguous()
+
+
+def _meta(qkv, kv_cache):
+    G, D = kv_cache.shape[3:]
+    return qkv.new_empty(*qkv.shape[:2], qkv.shape[2] // D - 2 * G, D)
+
+
+_call = define("rotate_into_cache", oracle=_oracle, meta=_meta, writes=("kv_cache",), batch=None)
