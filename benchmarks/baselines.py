@@ -3,6 +3,8 @@
 BASELINES[op][name] takes the op's arguments without `backend` and `cutoff`. Baselines round and draw in their own ways.
 Where the results can be compared, tests/test_benchmarks.py checks them against the oracle too.
 """
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -275,6 +277,65 @@ def attention_under_a_mask(q, k_cache, v_cache, lengths, ancestors, *, key_mask=
     return attended.transpose(1, 2)
 
 
+def norm_by_parts(x, weight, eps=1e-5, residual=None):
+    """As LlamaGen's modules have it: four launches for 16 bits."""
+    stream = x if residual is None else x + residual
+    normed = stream.float()
+    normed = (normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)).type_as(x) * weight
+    return normed if residual is None else (normed, stream)
+
+
+def liger_norm(x, weight, eps=1e-5, residual=None):
+    from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm_forward
+    from liger_kernel.ops.rms_norm import rms_norm_forward
+
+    if residual is None:
+        return rms_norm_forward(x, weight, eps, 0.0, "llama", None)[0]
+    return fused_add_rms_norm_forward(x, residual, weight, eps, 0.0, "llama")[:2]
+
+
+def flashinfer_norm(x, weight, eps=1e-5, residual=None):
+    """With a residual it writes to both."""
+    from flashinfer.norm import fused_add_rmsnorm, rmsnorm
+
+    return rmsnorm(x, weight, eps) if residual is None else fused_add_rmsnorm(x, residual, weight, eps)
+
+
+def silu_and_multiply(gate, up):
+    return torch.nn.functional.silu(gate) * up
+
+
+def liger_swiglu(gate, up):
+    from liger_kernel.ops.swiglu import swiglu_forward
+
+    return swiglu_forward(gate, up)[2]
+
+
+def flashinfer_swiglu(gate, up):
+    """It reads both from one tensor, which is made at the first call."""
+    from flashinfer.activation import silu_and_mul
+
+    if gate not in JOINED:
+        JOINED[gate] = torch.cat([gate, up], -1)
+    return silu_and_mul(JOINED[gate])
+
+
+def rotate_and_index(qkv, kv_cache, lengths, positions, rotations, *, first_node=0, rotates_halves=False):
+    """Complex products in float32, and an indexed copy, as LlamaGen's decoder has it."""
+    (R, N, _), (T, _, G, D) = qkv.shape, kv_cache.shape[1:]
+    turns = torch.view_as_complex(rotations[positions.clamp(0, len(rotations) - 1)]).repeat(R // len(positions), 1, 1)
+    qk, v = qkv.view(R, N, -1, D).tensor_split([qkv.shape[2] // D - G], 2)
+    turned = torch.view_as_real(torch.view_as_complex(qk.float().unflatten(-1, (-1, 2))) * turns[:, :, None])
+    turned = turned.flatten(-2).to(qkv.dtype)
+    slots = (lengths[:, None] + first_node + torch.arange(N, device=qkv.device)).repeat(R // len(lengths), 1)
+    slots += torch.arange(R, device=qkv.device)[:, None] * T
+    kv_cache.flatten(0, 1).index_copy_(0, slots.flatten(), torch.stack([turned[:, :, -G:], v], 2).flatten(0, 1))
+    return turned[:, :, :-G]
+
+
+JOINED = WeakTensorKeyDictionary()
+LIGER, FLASHINFER = (torch.cuda.is_available() and find_spec(name) is not None
+                     for name in ("liger_kernel", "flashinfer"))
 BASELINES = {
     "commit_kv": {"index and put": index_and_put},
     "commit_tokens": {"scatter": scatter_and_add},
@@ -286,7 +347,12 @@ BASELINES = {
     "expand_tree": {"topk twice": topk_twice},
     "guided_probs": {"warpers": warpers},
     "neighborhood_sum": {"gather": gather_cumsum},
+    "rms_norm": {"PyTorch's": norm_by_parts, **({"Liger's": liger_norm} if LIGER else {}),
+                 **({"flashinfer's": flashinfer_norm} if FLASHINFER else {})},
+    "rotate_into_cache": {"PyTorch's": rotate_and_index},
     "sample_residual": {"multinomial": multinomial, "searchsorted": searchsorted},
+    "swiglu": {"PyTorch's": silu_and_multiply, **({"Liger's": liger_swiglu} if LIGER else {}),
+               **({"flashinfer's": flashinfer_swiglu} if FLASHINFER else {})},
     "tree_attention": {"attention": attention_under_a_mask},
     "verify_chain": {"padded": padded_tree},
     "verify_greedy": {"python loop": greedy_loop},

@@ -115,12 +115,21 @@ ROWS = {
     "resample_gaussian": (  # a rejected draft at least one try, the others a draft or none
         [*((B, 1, 16, 100) for B in (1, 8, 64, 256)), (64, 32, 16, 100), (64, 1, 16, 100, {"variant": "path"})],
         lambda B, G, C, M, *_: B * G * C * 8),
+    "rms_norm": (  # the nodes of LlamaGen-XL's tree, with guidance and a residual
+        [(2 * B * 60, 1280, torch.bfloat16, True) for B in (1, 8, 64)],
+        lambda M, E, dtype, residual: (4 * M + 1) * E * dtype.itemsize),
+    "rotate_into_cache": (
+        [(B, 60, 20, 20, 64, XL_HEADS) for B in (1, 8, 64)],
+        lambda B, N, H, Hkv, D, options: 2 * (2 * B * N * (H + 2 * Hkv) * D) * options["dtype"].itemsize),
     "sample_residual": (
         [*((R, 16384) for R in (1, 8, 64)), (8, 65536)],
         lambda R, V: R * V * 8),
     "select_tree": (
         [(B, 410, 60) for B in (1, 8, 64)],
         lambda B, M, N: B * (M * 16 + N * 16)),
+    "swiglu": (
+        [(2 * B * 60, 3584, torch.bfloat16) for B in (1, 8, 64)],
+        lambda M, F, dtype: 3 * M * F * dtype.itemsize),
     "transformer_blocks": (  # the shipped MAR's decoder with guidance, and MAR-B's: the weights
         [(2, 272, 192, 3, 768, {"layers": 4}), (2, 272, 192, 3, 768, {"layers": 4, "wanted": 4}),
          (2, 320, 768, 12, 3072, {"layers": 12, "dtype": torch.bfloat16})],

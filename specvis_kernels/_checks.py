@@ -196,8 +196,8 @@ def check_dims(name: str, tensor: Tensor, letters: str, dtype: torch.dtype | tup
 
 
 def check_rows(name: str, rows: Tensor, letter: str, dtype: torch.dtype | tuple, like: Tensor | None = None) -> None:
-    """Raise ValueError unless `rows` is a tensor (.., letter) that is not empty in its last dimension, of this dtype (or
-    one of these), and of the shape and device of `like`."""
+    """Raise ValueError unless `rows` is a tensor (.., letter), not empty in its last dimension, of this dtype (or one
+    of these), and of the shape and device of `like`."""
     if not isinstance(rows, Tensor) or rows.ndim < 1 or rows.shape[-1] < 1:
         got = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
         raise ValueError(f"{name} must be a tensor (.., {letter}) with {letter} >= 1, got {got}")

@@ -1,7 +1,6 @@
 """rms_norm: RMSNorm of rows, after a residual is added to them."""
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ._checks import FLOATS, check, check_rows
@@ -21,8 +20,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, residual: Tensor |
         stream = x + residual, rounded to x's dtype;  x where there is no residual
         normed = stream / sqrt(mean(stream^2) + eps) * weight
 
-    `normed` is computed in float32 and rounded once. The mean is a sum in float64, so that the order of the terms
-    hardly ever shows: kernels give equal bits, but for about one row of float32 in a million. PyTorch's operations
+    `normed` is computed in float32 and rounded once. The mean and its root are float64, so that the order of the terms
+    hardly ever shows: backends give equal bits, but for about one row of float32 in a million. PyTorch's operations
     round at each step, and are four launches on a GPU for a row of bfloat16.
 
     Args:
@@ -60,7 +59,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, residual: Tensor |
 def _oracle(x: Tensor, weight: Tensor, residual: Tensor | None, eps: float):
     stream = x if residual is None else x + residual
     mean = stream.double().square().sum(-1, keepdim=True) / x.shape[1]
-    factor = 1 / (mean + eps).float().sqrt()
+    factor = (1 / (mean + eps).sqrt()).float()  # PyTorch's square root of float32 may be off by one unit
     normed = (stream.float() * factor * weight.float()).to(x.dtype)
     return normed, x.new_empty(0) if residual is None else stream
 

@@ -1,4 +1,4 @@
-"""rotate_into_cache: rotary positions of queries and keys, and the write of keys and values into a cache, in one pass."""
+"""rotate_into_cache: queries and keys are turned by their positions, and keys and values put into a cache."""
 import torch
 from torch import Tensor
 
@@ -59,8 +59,8 @@ def rotate_into_cache(qkv: Tensor, kv_cache: Tensor, lengths: Tensor, positions:
     check("rotations", rotations, torch.float32, like=qkv, P=P, pairs=D // 2, two=2)
     first_node = check_count("first_node", first_node, 0)
     if Hkv < 1 or D < 2 or D % 2 or Q % D or Q <= 2 * Hkv * D:
-        raise ValueError(f"qkv must have Q = (H + 2 Hkv) D with H >= 1, and kv_cache an even D, got Q={Q}, Hkv={Hkv} and "
-                         f"D={D}")
+        raise ValueError(f"qkv must have Q = (H + 2 Hkv) D with H >= 1, and kv_cache an even D, "
+                         f"got Q={Q}, Hkv={Hkv} and D={D}")
     if N < 1 or T < 1 or P < 1 or Y < 1 or R % Y:
         raise ValueError(f"there must be a node, a column, a rotation, and rows a multiple of the rows of positions, "
                          f"got N={N}, T={T}, P={P}, Y={Y} and R={R}")

@@ -75,8 +75,7 @@ class CausalReading:
     PARTS = 2
 
     def __init__(self, gpt: GPT, entries: int):
-        rotations = gpt.rotations[:entries, 0]                                  # (N, 1, D / 2) of queries and keys
-        self.cosine, self.sine = rotations.real.contiguous(), rotations.imag.contiguous()
+        self.cosine, self.sine = gpt.rotations[:entries, None].unbind(-1)       # (N, 1, D / 2)
         self.mask = torch.full((entries, entries), -torch.inf).triu(1)
         self.bounds = [entries * i // self.PARTS for i in range(self.PARTS + 1)]
 

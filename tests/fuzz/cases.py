@@ -28,7 +28,8 @@ MOST_SHOWN = 256       # elements of a tensor whose numbers are printed
 MOST_EMULATED = 2**16  # elements of a tensor: larger ones would take a minute with sanitizers
 KEEPS = {  # arguments whose numbers a layout must not change, because the docstring forbids the result
     "commit_kv": {"slots"}, "decoder_layers": {"x", "lengths", "ancestors", "positions", "rotations", "key_mask"},
-    "denoise_tokens": {"time", "schedule"}, "packed_linear": {"weight"},
+    "denoise_tokens": {"time", "schedule"}, "packed_linear": {"weight"}, "rms_norm": {"x", "weight", "residual"},
+    "rotate_into_cache": {"lengths", "positions"}, "swiglu": {"gate", "up"},
     "transformer_blocks": {"x", "key_mask", "wanted"},
     "tree_attention": {"k_cache", "v_cache", "lengths", "ancestors", "q", "key_mask"}}
 
@@ -246,6 +247,28 @@ def packed_linear(d):
             "bias": d.normal(outputs) if d.chance(0.5) else None}
 
 
+def rms_norm(d):
+    M, E, dtype = d.r.randint(1, ROWS[d.size]), d.r.randint(1, 100), d.pick(*FLOATS)
+    rows = (d.hurt(d.normal(M, E), (torch.nan, torch.inf, 0.0), 0.3).to(dtype) for _ in range(2))
+    return {"x": next(rows), "weight": d.normal(E).to(dtype), "eps": d.pick(0.0, 1e-6, 1.0),
+            "residual": next(rows) if d.chance(0.5) else None}
+
+
+def swiglu(d):
+    M, F, dtype = d.r.randint(1, ROWS[d.size]), d.r.randint(1, 100), d.pick(*FLOATS)
+    return {name: d.hurt(d.normal(M, F) * 40, (torch.nan, torch.inf, -torch.inf, -0.0), 0.3).to(dtype)
+            for name in ("gate", "up")}
+
+
+def rotate_into_cache(d):
+    N, B = d.nodes(9), d.r.randint(1, 3)
+    options = {"dtype": d.pick(*FLOATS), "first": d.pick(0, 0, 2), "halves": d.chance(0.5)}
+    args, kwargs = inputs.rotate_into_cache(B, N, d.pick(1, 3), d.pick(1, 2), d.pick(2, 6, 32), options)
+    named = dict(zip(("qkv", "kv_cache", "lengths", "positions", "rotations"), args)) | kwargs
+    return named | {"qkv": d.hurt(named["qkv"].float(), (torch.nan, torch.inf), 0.3).to(options["dtype"]),
+                    **{name: d.hurt(named[name], INT64, 0.3) for name in ("lengths", "positions")}}
+
+
 def denoise_tokens(d):
     T, P = d.r.randint(1, 4), d.pick(1, 2)
     args, kwargs = inputs.denoise_tokens(d.r.randint(1, 20), T, d.pick(2, 4, 10), P, d.pick(16, 32, 48), d.pick(1, 2))
@@ -432,7 +455,8 @@ def codebook_neighbors(d):
 
 
 COUNTED = {"sample_residual": 1, "neighborhood_sum": 1, "verify_chain": 1, "commit_tokens": 1, "codebook_neighbors": 1,
-           "commit_kv": 1, "packed_linear": 1, "denoise_tokens": 1}  # leading dimensions that count as rows; else two
+           "commit_kv": 1, "packed_linear": 1, "denoise_tokens": 1, "rms_norm": 1,
+           "swiglu": 1}  # leading dimensions that count as rows; else two
 
 
 def rows_of(op, named):
@@ -440,7 +464,7 @@ def rows_of(op, named):
     first = {"commit_kv": "accepted_nodes", "verify_chain": "uniforms", "tree_from_paths": "paths"}.get(op)
     tensor = named[first or next(name for name, a in named.items() if isinstance(a, torch.Tensor) and name in (
         "logits", "target_probs", "draft_probs", "probs", "parents", "mask", "ancestors", "tokens", "codebook",
-        "target_tokens", "x", "noise"))]
+        "target_tokens", "x", "noise", "gate", "qkv"))]
     dims = tensor.shape[:COUNTED.get(op, 2)]
     return dims.numel() if op != "tree_from_paths" or tensor.ndim == 3 else tensor.shape[0]
 

@@ -37,7 +37,8 @@ OPS = sorted(inputs.CASES)
 PARAMETERS = {op: list(inspect.signature(getattr(specvis_kernels, op)).parameters) for op in OPS}
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
           torch.bool)
-FORGIVING = {("tree_from_mask", "mask"), ("tree_from_paths", "paths"), ("packed_linear", "x")}  # of dtype or dimensions
+FORGIVING = {("tree_from_mask", "mask"), ("tree_from_paths", "paths"), ("packed_linear", "x"), ("rms_norm", "x"),
+             ("swiglu", "gate")}  # of dtype or dimensions
 COUNTS = [  # op, the argument that is a count, the least that it may be
     ("codebook_neighbors", "k", 1), ("draft_children", "num_children", 1), ("draft_frontier", "first_candidate", 0),
     ("draft_frontier", "first_node", 1), ("draft_frontier", "level", 1), ("draft_frontier", "num_children", 1),
@@ -368,10 +369,11 @@ def test_what_is_written_to_shares_no_memory(op, backend):
         token = memory[:24].view(torch.int64)
         call(next_token=token, failed=memory[24:].view(torch.bool))
         refuses(next_token=token, failed=memory[23:26].view(torch.bool))  # begins in the last byte of what is read
-    elif op == "decoder_layers":
-        cache, x = named["kv_cache"], named["x"]
+    elif op in ("decoder_layers", "rotate_into_cache"):
+        name = "x" if op == "decoder_layers" else "qkv"
+        cache, x = named["kv_cache"], named[name]
         memory = torch.zeros(cache.numel() + x.numel() - 1, dtype=x.dtype, device=x.device)
-        refuses(kv_cache=memory[:cache.numel()].view(cache.shape), x=memory[-x.numel():].view(x.shape))
+        refuses(**{"kv_cache": memory[:cache.numel()].view(cache.shape), name: memory[-x.numel():].view(x.shape)})
     else:
         cache = named["caches"][0]
         memory = torch.zeros(cache.numel() + 1, dtype=cache.dtype, device=cache.device)

@@ -58,10 +58,10 @@ def test_text_model_and_eagle_head_have_the_published_names_and_sizes():
 
 def test_rotations_are_zero_at_conditions_and_turn_by_row_then_column():
     rotations = grid_rotations(grid=4, head_dim=8, condition=3)
-    assert rotations.shape == (3 + 16, 3, 1, 4)                    # of query, key and value
-    assert (rotations[:3, :2] == 0).all() and (rotations[:, 2] == 1).all()
-    cell = rotations[3 + 4 * 2 + 1, :, 0]                          # row 2, column 1; frequencies 1 and 1/100
-    assert torch.allclose(cell.angle(), torch.tensor([[2.0, 0.02, 1.0, 0.01], [2.0, 0.02, 1.0, 0.01], [0.0] * 4]))
+    assert rotations.shape == (3 + 16, 4, 2) and (rotations[:3] == 0).all()
+    cosine, sine = rotations[3 + 4 * 2 + 1].unbind(-1)             # row 2, column 1; frequencies 1 and 1/100
+    assert torch.allclose(torch.atan2(sine, cosine), torch.tensor([2.0, 0.02, 1.0, 0.01]))
+    assert torch.allclose(cosine ** 2 + sine ** 2, torch.ones(4))
 
 
 def test_the_null_class_and_the_head_s_rotations():
@@ -78,7 +78,7 @@ def test_half_precision_keeps_the_rotations():
     half = pipeline.gpt.teacher_forced(condition, padding_mask, torch.arange(16)[None]).float()
     pipeline.float()
     whole = pipeline.gpt.teacher_forced(condition.float(), padding_mask, torch.arange(16)[None])
-    assert pipeline.gpt.rotations.is_complex() and (half - whole).norm() < 0.03 * whole.norm()
+    assert pipeline.gpt.rotations.dtype == torch.float32 and (half - whole).norm() < 0.03 * whole.norm()
 
 
 @pytest.mark.parametrize("config", [

@@ -8,14 +8,24 @@ shift by one), so there is one condition entry fewer; condition entries carry to
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
 from specvis_kernels import DecoderLayer, pack_layers, pack_weight, packed_linear
 
 from .interface import Nodes
-from .layers import Cache, NodesReading, Packing, Reading, grid_rotations, rotation_pairs, rotations_at, without_biases
-from .llamagen import GPTConfig, RMSNorm
+from .layers import (
+    Cache,
+    NodesReading,
+    Packing,
+    Reading,
+    RMSNorm,
+    gated,
+    grid_rotations,
+    rotations_at,
+    rotations_of,
+    without_biases,
+)
+from .llamagen import GPTConfig
 from .threads import cast, cat, embed
 
 NORM_EPS = 1e-6  # LANTERN's draft model has it, whatever the target has
@@ -39,7 +49,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(ffn_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
 
 
 class EagleLayer(nn.Module):
@@ -52,8 +62,8 @@ class EagleLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.dim, NORM_EPS)
 
     def forward(self, x: Tensor, reading: Reading, layer: int) -> Tensor:
-        x = x + self.self_attn(x, reading, layer)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        normed, x = self.post_attention_layernorm(x, self.self_attn(x, reading, layer))
+        return x + self.mlp(normed)
 
     def weights(self) -> DecoderLayer:
         a, mlp = self.self_attn, self.mlp
@@ -105,8 +115,9 @@ class EagleHead(nn.Module):
     def pack(self) -> None:
         def pack():
             layers = [layer.weights() for layer in self.layers]
-            return (pack_weight(self.fc.weight), self.fc.bias.detach().float(),
-                    pack_layers(layers, heads=self.config.heads, eps=NORM_EPS), rotation_pairs(self.rotations))
+            packed = pack_layers(layers, heads=self.config.heads, eps=NORM_EPS)
+            return (pack_weight(self.fc.weight), self.fc.bias.detach().float(), packed,
+                    rotations_of(self, self.fc.weight.device))
 
         fits = self.config.head_dim % 16 == 0 and self.fc.bias is not None and without_biases([self.layers])
         parts = [self.fc, self.layers] if fits else []

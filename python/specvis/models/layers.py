@@ -8,12 +8,23 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvis_kernels import PackedLayers, backends, commit_kv, decoder_layers, tree_attention
+from specvis_kernels import (
+    PackedLayers,
+    backends,
+    commit_kv,
+    decoder_layers,
+    rms_norm,
+    rotate_into_cache,
+    swiglu,
+    tree_attention,
+)
 
 from .interface import Nodes
 
 USE_DECODER_LAYERS = True  # False: PyTorch's modules read everything, for who compares the two
 DTYPES = torch.float32, torch.bfloat16
+# Where rms_norm, swiglu and rotate_into_cache replace PyTorch's operations. A CPU has decoder_layers.
+FUSED_DEVICES = {"cuda"} if "triton" in backends("rms_norm", "cuda") else set()
 GLOBAL_HOOKS = nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks
 
 
@@ -114,37 +125,64 @@ def without_biases(parts: Sequence[nn.Module]) -> Sequence[nn.Module]:
     return [] if has_bias else parts
 
 
-def grid_rotations(grid: int, head_dim: int, condition: int, spare: int = 0, base: float = 10000.0) -> Tensor:
-    """Rotations (condition + grid**2 + spare, 3, 1, head_dim / 2) complex64 of LlamaGen's 2D RoPE, interleaved pairs.
+def can_fuse(*tensors: Tensor) -> bool:
+    """Whether the fused ops read tensors of a layer: without gradients, and all of one dtype."""
+    first = tensors[0]
+    return (first.device.type in FUSED_DEVICES and not torch.is_grad_enabled() and first.dtype != torch.float64
+            and all(tensor.dtype == first.dtype for tensor in tensors))
 
-    They are the factors of query, key and value; a value's are 1. A cell's first half turns by its row, its second
-    half by its column. Condition positions are 0, not 1: there q = k = 0, so attention from and to them is uniform.
-    `spare` positions after the grid are 0 too. Drafted tokens that overshoot the image are there; they are thrown
-    away.
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+
+    def forward(self, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(the norm of x + update, x + update); without an update of x."""
+        if can_fuse(x, self.weight, *(() if update is None else (update,))):
+            if update is None:
+                return rms_norm(x, self.weight, self.eps), x
+            return rms_norm(update, self.weight, self.eps, residual=x)
+        x = x if update is None else x + update
+        if x.dtype == self.weight.dtype == torch.float32:
+            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps), x
+        return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).type_as(x) * self.weight, x
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up"""
+    return swiglu(gate, up) if can_fuse(gate, up) else F.silu(gate) * up
+
+
+def grid_rotations(grid: int, head_dim: int, condition: int, spare: int = 0, base: float = 10000.0) -> Tensor:
+    """Rotations (condition + grid**2 + spare, head_dim / 2, 2) float32 of LlamaGen's 2D RoPE, interleaved pairs.
+
+    They are cosine and sine. A cell's first half turns by its row, its second half by its column. Condition positions
+    are 0, not 1: there q = k = 0, so attention from and to them is uniform. `spare` positions after the grid are 0
+    too. Drafted tokens that overshoot the image are there; they are thrown away.
     """
     half = head_dim // 2
     frequencies = 1.0 / base ** (torch.arange(0, half, 2, device="cpu")[: half // 2].float() / half)
     angles = torch.outer(torch.arange(grid, device="cpu").float(), frequencies)       # (grid, head_dim / 4)
     rows, columns = angles[:, None].expand(grid, grid, -1), angles[None].expand(grid, grid, -1)
     angles = torch.cat([rows, columns], -1).reshape(grid * grid, half)
-    cells = torch.polar(torch.ones_like(angles), angles)
-    turns = torch.cat([cells.new_zeros(condition, half), cells, cells.new_zeros(spare, half)])
-    return torch.stack([turns, turns, torch.ones_like(turns)], 1)[:, :, None]
+    cells = torch.view_as_real(torch.polar(torch.ones_like(angles), angles))
+    return F.pad(cells, (0, 0, 0, 0, condition, spare))
 
 
-def rotation_pairs(rotations: Tensor) -> Tensor:
-    """`grid_rotations` for `decoder_layers`: (P, head_dim / 2, 2) float32."""
-    return torch.view_as_real(rotations[:, 0, 0]).contiguous()
+def rotations_of(module: torch.nn.Module, device: torch.device) -> Tensor:
+    """module.rotations on this device. The table is no buffer: Module.to(torch.bfloat16) would round it."""
+    if module.rotations.device != device:
+        module.rotations = module.rotations.to(device)
+    return module.rotations
 
 
 def rotations_at(module: torch.nn.Module, position_ids: Tensor) -> Tensor:
-    """module.rotations at position_ids (rows, N) int64; all positions after the table get its last entry.
-
-    The table is no buffer: Module.to(torch.bfloat16) would cast its complex numbers to real ones.
-    """
-    if module.rotations.device != position_ids.device:
-        module.rotations = module.rotations.to(position_ids.device)
-    return module.rotations[position_ids.clamp(max=module.rotations.shape[0] - 1)]
+    """Factors (rows, N, 3, 1, D / 2) complex64 of queries, keys and values at position_ids (rows, N) int64: those of
+    values are 1. All positions after the table get its last entry."""
+    table = rotations_of(module, position_ids.device)
+    turns = torch.view_as_complex(table[position_ids.clamp(max=len(table) - 1)])
+    return torch.stack([turns, turns, torch.ones_like(turns)], -2)[..., None, :]
 
 
 class Cache:
@@ -212,7 +250,8 @@ class NodesReading(Reading):
 
     def __init__(self, module: nn.Module, nodes: Nodes, cache: Cache):
         """module: it has a table of rotations"""
-        self.module, self.nodes, self.cache, self.rotations = module, nodes, cache, None
+        self.module, self.nodes, self.cache, self.positions = module, nodes, cache, None
+        self.rotations = None
 
     def read(self, x: Tensor, layers: PackedLayers, rotations: Tensor) -> Tensor:
         """All layers at once: hidden states of embeddings x (R, N, dim)."""
@@ -223,11 +262,23 @@ class NodesReading(Reading):
 
     def attend(self, qkv: Tensor, heads: int, layer: int) -> Tensor:
         (R, N, width), nodes, data = qkv.shape, self.nodes, self.cache.data[layer]
-        if self.rotations is None:  # `read` needs neither
-            self.rotations = rotations_at(self.module, nodes.lengths[:, None] + nodes.depth)  # (B, N, ..)
-            columns = torch.arange(nodes.first, nodes.first + N, device=qkv.device)
+        if self.positions is None:  # `read` does not need them
+            self.positions = nodes.lengths[:, None] + nodes.depth
+        if can_fuse(qkv, data):
+            q = rotate_into_cache(qkv, data, nodes.lengths, self.positions, rotations_of(self.module, qkv.device),
+                                  first_node=nodes.first)
+        else:
+            q = self.turn_and_keep(qkv, heads, data).view(R, N, heads, -1)
+        return tree_attention(q, data[:, :, 0], data[:, :, 1], nodes.lengths, nodes.ancestors,
+                              key_mask=nodes.padding_mask).view(R, N, width // 3)
+
+    def turn_and_keep(self, qkv: Tensor, heads: int, data: Tensor) -> Tensor:
+        """The queries, turned; keys and values are in a layer's cache then."""
+        nodes = self.nodes
+        if self.rotations is None:
+            self.rotations = rotations_at(self.module, self.positions)  # (B, N, ..)
+            columns = torch.arange(nodes.first, nodes.first + qkv.shape[1], device=qkv.device)
             self.slots = self.cache.flat_slots(nodes.lengths[:, None] + columns)
         q, entries = self.turn(qkv, heads)
         data.flatten(0, 1).index_copy_(0, self.slots, entries)
-        return tree_attention(q.view(R, N, heads, -1), data[:, :, 0], data[:, :, 1], nodes.lengths, nodes.ancestors,
-                              key_mask=nodes.padding_mask).view(R, N, width // 3)
+        return q

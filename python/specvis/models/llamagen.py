@@ -14,9 +14,11 @@ from .layers import (
     NodesReading,
     Packing,
     Reading,
+    RMSNorm,
+    gated,
     grid_rotations,
-    rotation_pairs,
     rotations_at,
+    rotations_of,
     without_biases,
 )
 from .sizes import check_sizes
@@ -79,17 +81,6 @@ def text_config(size: str, resolution: int = 256) -> GPTConfig:
     return GPTConfig(dim, layers, heads, grid=resolution // 16, condition_tokens=120, caption_dim=2048)
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == self.weight.dtype == torch.float32:
-            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-        return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).type_as(x) * self.weight
-
-
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -109,7 +100,7 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return self.w2(gated(self.w1(x), self.w3(x)))
 
 
 class Block(nn.Module):
@@ -120,9 +111,11 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, reading: Reading, layer: int) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), reading, layer))
-        return x + self.dropout(self.feed_forward(self.ffn_norm(x)))
+    def forward(self, x: Tensor, update: Tensor | None, reading: Reading, layer: int) -> tuple[Tensor, Tensor]:
+        """x and what is still to be added to it, which the next norm does."""
+        normed, x = self.attention_norm(x, update)
+        normed, x = self.ffn_norm(x, self.dropout(self.attention(normed, reading, layer)))
+        return x, self.dropout(self.feed_forward(normed))
 
     def weights(self) -> DecoderLayer:
         attention, ffn = self.attention, self.feed_forward
@@ -240,9 +233,10 @@ class GPT(nn.Module):
         packed = self.packing.get(x, self.pack_layers)
         if packed is not None and isinstance(reading, NodesReading):
             return reading.read(x, *packed)
+        update = None
         for layer, block in enumerate(self.layers):
-            x = block(x, reading, layer)
-        return self.norm(x)
+            x, update = block(x, update, reading, layer)
+        return self.norm(x, update)[0]
 
     def prefill(self, condition: Tensor, padding_mask: Tensor, cache: Cache) -> Tensor:
         """Read conditions (R, S, dim) into an empty cache; hidden states (R, S, dim). See `TargetModel.prefill`."""
@@ -262,7 +256,7 @@ class GPT(nn.Module):
         def pack():
             layers = [block.weights() for block in self.layers]
             return (pack_layers(layers, self.norm.weight, heads=self.config.heads, eps=self.config.norm_eps),
-                    rotation_pairs(self.rotations))
+                    rotations_of(self, self.output.weight.device))
 
         parts = [self.layers, self.norm] if self.config.head_dim % 16 == 0 else []
         self.packing.check(without_biases(parts), PACKABLE, pack)

@@ -1,0 +1,36 @@
+"""swiglu against float64, at the ends of exp, and its messages."""
+import pytest
+import torch
+
+from specvis_kernels import swiglu
+from tests.kernels.inputs import DEVICE
+
+NAN, INF = float("nan"), float("inf")
+
+
+def test_at_the_ends(backend):
+    gate = torch.tensor([0., -0., 100., -100., INF, -INF, NAN, 1.], device=DEVICE)
+    got = swiglu(gate, torch.full_like(gate, 2.), backend=backend)
+    torch.testing.assert_close(got, torch.tensor([0., 0., 200., 0., INF, NAN, NAN, 2 / (1 + 0.36787944)]).to(DEVICE),
+                               equal_nan=True, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype, rounding", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11), (torch.float32, 2**-21)])
+def test_rounds_once(dtype, rounding, backend):
+    g = torch.Generator().manual_seed(0)
+    gate, up = (torch.randn(2, 3, 500, generator=g).mul(scale).to(DEVICE, dtype) for scale in (3, 30))
+    got = swiglu(gate, up, backend=backend)
+    exact = torch.nn.functional.silu(gate.double()) * up.double()
+    error = ((got.double() - exact) / exact)[exact.abs() > 1e-3].abs().max()
+    assert rounding / 2 < error < rounding * 1.01 or dtype == torch.float32 and error < rounding
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(gate=torch.tensor(1.)), r"gate must be a tensor \(.., F\) with F >= 1, got \(\)"),
+    (dict(gate=torch.zeros(2, 4).double()), r"gate must be float32 or float16 or bfloat16 \(a=2, F=4\), got float64"),
+    (dict(up=torch.zeros(2, 5)), r"up must be float32 \(a=2, F=4\), got float32 \(2, 5\)"),
+    (dict(up=torch.zeros(2, 4).half()), r"up must be float32 \(a=2, F=4\), got float16 \(2, 4\)"),
+])
+def test_says_which_argument_is_wrong(changes, message):
+    with pytest.raises(ValueError, match=message):
+        swiglu(**dict(gate=torch.zeros(2, 4), up=torch.zeros(2, 4)) | changes)
