@@ -1,4 +1,5 @@
 """rms_norm: RMSNorm of rows, after a residual is added to them."""
+from ctypes import c_float
 from typing import NamedTuple
 
 from torch import Tensor
@@ -27,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, residual: Tensor |
     Args:
         x:        (.., E) float32, float16 or bfloat16
         weight:   (E,)    as x
-        eps:      a number >= 0
+        eps:      a number >= 0, rounded to float32
         residual: (.., E) as x   what is added to x first; None: nothing
         backend:  None for the device's own kernel; a name from `backends("rms_norm")` to force one
 
@@ -52,7 +53,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, residual: Tensor |
         raise ValueError(f"eps must be a number >= 0, got {eps!r}")
     E = x.shape[-1]
     normed, stream = _call(backend, x.reshape(-1, E), weight, None if residual is None else residual.reshape(-1, E),
-                           float(eps))
+                           c_float(eps).value)
     return normed.view(x.shape) if residual is None else RMSNormResult(normed.view(x.shape), stream.view(x.shape))
 
 

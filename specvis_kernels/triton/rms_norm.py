@@ -20,7 +20,7 @@ def rms_norm_kernel(
         tl.store(stream + start + i, to_store, mask=i < E)
         row = to_store.to(tl.float32)
     wide = row.to(tl.float64)
-    mean = tl.sum(wide * wide, axis=0) / E.to(tl.float64)
+    mean = tl.sum(wide * wide, axis=0) / E
     factor = (1.0 / tl.sqrt(mean + eps)).to(tl.float32)
     w = tl.load(weight + i, mask=i < E, other=0.0).to(tl.float32)
     tl.store(normed + start + i, rounded(row * factor * w, normed.dtype.element_ty), mask=i < E)

@@ -9,7 +9,7 @@ from ._rounding import rounded
 ENTRIES = 1024  # of a program, about
 
 
-@kernel("qkv", "kv_cache", "q", "rotations", "D")
+@kernel("qkv", "kv_cache", "q", "D")
 def rotate_into_cache_kernel(
         qkv,                             # (R, N, H + 2 G, D)
         kv_cache,                        # (R, T, 2 G, D)

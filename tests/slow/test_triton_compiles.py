@@ -95,12 +95,12 @@ CHANGING = {
     "expand_tree": [[(B, F, V, K) for B in BATCHES for F, K in LEVELS]],
     "guided_probs": [[(B, N, V, torch.bfloat16, True, None, ranges) for B in BATCHES for N in (1, 6, 16, 60)]
                      for ranges in ("all", "each")],
-    "swiglu": [[(M, 512, torch.bfloat16) for M in (1, 16, 60)]],
+    "swiglu": [[(M, V, torch.bfloat16) for M in (1, 16, 60)]],
     "token_log_probs": [[(B, 16, V, K, torch.bfloat16, True, None, "each") for B in BATCHES for K in (1, 6, 16)]],
     "neighborhood_sum": [[(R, V, 33) for R in (1, 16, 60)]],
     "resample_gaussian": [[(B, G, 16, 100) for B in (*BATCHES, 16) for G in (1, 16)]],
-    "rms_norm": [[(M, 192, torch.bfloat16, residual) for M in (1, 16, 60)] for residual in (False, True)],
-    "rotate_into_cache": [[(B, N, 4, 2, 32, {"dtype": torch.bfloat16, "halves": halves, "columns": 160})
+    "rms_norm": [[(M, V, torch.bfloat16, residual) for M in (1, 16, 60)] for residual in (False, True)],
+    "rotate_into_cache": [[(B, N, 4, 2, V // 8, {"dtype": torch.bfloat16, "halves": halves, "columns": 160})
                            for B in BATCHES for N in NODES] for halves in (False, True)],
     "sample_residual": [[(R, V) for R in (1, 16, 60)]],
     "select_tree": [[(B, width + (depth - 1) * width ** 2, N) for B in BATCHES for depth, width in SHAPES
@@ -132,7 +132,7 @@ CHANGING = {
 def at_odd_addresses(value):
     """Move tensors that in decoding are a part of a larger one and start anywhere.
 
-    Rows of V ids and heads are whole.
+    Rows of V numbers and heads are whole.
     """
     if not isinstance(value, torch.Tensor) or value.ndim > 3 or value.shape[-1:] == (V,):
         return value
