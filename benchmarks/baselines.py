@@ -3,6 +3,10 @@
 BASELINES[op][name] takes the op's arguments without `backend` and `cutoff`. Baselines round and draw in their own ways.
 Where the results can be compared, tests/test_benchmarks.py checks them against the oracle too.
 """
+import importlib
+from collections.abc import Callable
+from unittest.mock import patch
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -16,6 +20,7 @@ from specvis_kernels import (
     draw_tokens,
     expand_tree,
     guided_probs,
+    tree_attention,
     tree_mask,
     verify_greedy,
     verify_tree,
@@ -275,6 +280,16 @@ def attention_under_a_mask(q, k_cache, v_cache, lengths, ancestors, *, key_mask=
     return attended.transpose(1, 2)
 
 
+def attention_split(way: str) -> Callable:
+    """tree_attention in Triton with another SPLIT, to be timed beside the default. See its file."""
+    def attend(*args, **kwargs):
+        kernels = importlib.import_module("specvis_kernels.triton.tree_attention")
+        with patch.object(kernels, "SPLIT", way):
+            return tree_attention(*args, **kwargs, backend="triton")
+
+    return attend
+
+
 BASELINES = {
     "commit_kv": {"index and put": index_and_put},
     "commit_tokens": {"scatter": scatter_and_add},
@@ -293,3 +308,5 @@ BASELINES = {
     "verify_logits": {"LANTERN's loop": lantern_loop, "two ops": all_rows_first},
     "verify_tree": {"python loop": python_loop},
 }
+if torch.version.cuda and torch.cuda.is_available():  # where Triton compiles, and the barrier of "counter" is enough
+    BASELINES["tree_attention"] |= {f"split: {way}": attention_split(way) for way in ("never", "counter")}
