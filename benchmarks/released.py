@@ -82,7 +82,7 @@ class Warpers:
         return Warpers(*(each[0] for each in values))
 
     def guide(self, logits: Tensor) -> Tensor:
-        conditional, unconditional = logits.chunk(2)
+        conditional, unconditional = logits.float().chunk(2)
         return unconditional + (conditional - unconditional) * self.guidance
 
     def probs(self, logits: Tensor) -> Tensor:

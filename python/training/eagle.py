@@ -102,7 +102,7 @@ def measure(head: EagleHead, gpt: GPT, examples: Examples, which: Tensor, batch:
     sums, count = torch.zeros(3, dtype=torch.float64), 0
     for rows in which.split(batch):
         hidden, target = drafted(head, examples, Images(*examples.take(rows)))
-        draft_probs, target_probs = (gpt.logits(h).softmax(-1) for h in (hidden, target))
+        draft_probs, target_probs = (gpt.logits(h).float().softmax(-1) for h in (hidden, target))
         best = target_probs.argmax(-1, keepdim=True)
         hits = draft_probs.topk(3, -1).indices == best
         overlap = torch.minimum(draft_probs, target_probs).sum()
@@ -124,7 +124,7 @@ def train(folder: Path, gpt: GPT, examples: Examples, device: torch.device, *, l
     def loss_of(images, blur):
         with mixed_precision(device):
             hidden, target = drafted(model, examples, images, blur)
-            draft_logits, target_logits = gpt.logits(hidden), gpt.logits(target)
+            draft_logits, target_logits = gpt.logits(hidden).float(), gpt.logits(target).float()
         return F.smooth_l1_loss(hidden.float(), target.float()) + distance(draft_logits, target_logits)
 
     train_loss = compiling(loss_of, compiled)

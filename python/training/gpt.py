@@ -114,9 +114,9 @@ class Captioned(nn.Module):
         return condition, padding_mask
 
     def logits(self, captions, ids, null=None):
-        """Logits (B, 256, V) of ids (B, 256)."""
+        """Logits (B, 256, V) float32 of ids (B, 256)."""
         hidden = self.hidden(*self.condition(captions, null), ids)
-        return self.gpt.logits(hidden[:, captions.shape[1] - 1:])
+        return self.gpt.logits(hidden[:, captions.shape[1] - 1:]).float()
 
     def hidden(self, condition, padding_mask, ids):
         """What `gpt.teacher_forced` returns, hidden states (B, S - 1 + 256, dim), for captions without padding."""

@@ -7,6 +7,7 @@ import importlib
 import pytest
 import torch
 
+from benchmarks.baselines import attention_split
 from specvis_kernels import backends
 from tests.kernels import inputs
 from tests.laws.test_every_op import assert_agree, run
@@ -45,11 +46,13 @@ def test_inexact_rows_of_several_blocks(op, case, monkeypatch):
 
 @pytest.mark.skipif("triton" not in backends("tree_attention", inputs.DEVICE), reason="needs Triton")
 def test_chunks_that_have_programs_of_their_own_give_the_same_bits(monkeypatch):
-    """With many rows or few: the chunks end at 128 columns, one of them amid the nodes."""
+    """With many rows or few: the chunks end at 128 columns, one of them amid the nodes. SPLIT changes nothing."""
     kernels = importlib.import_module("specvis_kernels.triton.tree_attention")
-    args, kwargs = inputs.tree_attention(2, 20, 2, 1, 16, {"columns": 280, "lengths": [120, 3], "mask": True})
+    args, kwargs = inputs.tree_attention(2, 20, 2, 1, 16, {"columns": 280, "lengths": [250, 3], "mask": True})
     results = []
-    for multiprocessors in (1, 99):
+    for multiprocessors, split in ((1, "kernels"), (99, "kernels"), (99, "never"), (99, "counter")):
         monkeypatch.setattr(kernels, "num_multiprocessors", lambda device, count=multiprocessors: count)
-        results += run("tree_attention", args, kwargs, "triton")
-    assert results[0].equal(results[1]) and results[0].any()
+        results.append(attention_split(split)(*args, **kwargs))
+    assert all(result.equal(results[0]) for result in results) and results[0].any()
+    counters = kernels.counters_of[args[0].device]
+    assert len(counters) == 4 * 2 and not counters.any()  # of rows and blocks of queries; they are left as they were

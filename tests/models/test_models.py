@@ -81,6 +81,25 @@ def test_half_precision_keeps_the_rotations():
     assert pipeline.gpt.rotations.dtype == torch.float32 and (half - whole).norm() < 0.03 * whole.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", ["vanilla", "jacobi:window=5", "lantern:k=8"])
+def test_logits_of_the_model_s_dtype_give_the_tokens_of_float32(monkeypatch, method, dtype):
+    """The ops compute in float32, so they may read what the model made. By modules: `packed_linear` gives float32."""
+    monkeypatch.setattr(specvis.models.layers, "USE_DECODER_LAYERS", False)
+    pipeline, made, logits = tiny_pipeline().to(dtype), [], GPT.logits
+
+    def tokens(as_float32):
+        def seen(gpt, hidden):
+            made.append(logits(gpt, hidden))
+            return made[-1].float() if as_float32 else made[-1]
+
+        monkeypatch.setattr(GPT, "logits", seen)
+        return pipeline.tokens(["red heart", "blue heart"], method, Sampling.of([0, 1], guidance=2.0)).tokens
+
+    assert torch.equal(tokens(False), tokens(True))
+    assert {each.dtype for each in made} == {dtype}
+
+
 @pytest.mark.parametrize("config", [
     GPTConfig(dim=32, layers=2, heads=2, vocabulary=64, grid=4, classes=10, ffn_multiple=16),
     GPTConfig(dim=40, layers=2, heads=2, vocabulary=64, grid=4, condition_tokens=3, caption_dim=8, ffn_multiple=16),

@@ -499,6 +499,15 @@ def test_a_wrapped_head_is_called(targets):
     assert torch.allclose(target.logits(hidden), 2 * logits, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["emu3", "lumina"])
+@pytest.mark.parametrize("dtype, wanted", [(torch.bfloat16, torch.bfloat16), (torch.float64, torch.float32)])
+def test_logits_have_the_head_s_dtype_or_one_that_ops_read(targets, family, dtype, wanted):
+    target = copy.deepcopy(targets(family))
+    head = target.model.get_output_embeddings().to(dtype)
+    logits = target.logits(torch.randn(1, 2, head.in_features, dtype=dtype))
+    assert logits.dtype == wanted and logits.shape == (1, 2, target.vocab_size)
+
+
 def test_what_is_refused(targets):
     target = targets("emu3")
     with pytest.raises(ValueError, match=r"prompts must have 1 to prefix_len=7 ids each, got \[3, 8\]"):

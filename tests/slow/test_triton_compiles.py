@@ -3,9 +3,11 @@
 At the real sizes it does not spill registers on an H200. It is not compiled again in the middle of decoding, when the
 sizes change that change there. The interpreter, which runs the kernels in the other tests where there is no GPU,
 accepts more than the compiler, and cannot share a process with it: so this file is also a program,
-`python -m tests.slow.test_triton_compiles sm_90`. It prints what the kernels use. With `sm_90 decoding` it prints how
-often each would be compiled, and compiles none.
+`python -m tests.slow.test_triton_compiles sm_90`. It prints what the kernels use. With `sm_90 counter` these are the
+kernels of tree_attention with SPLIT = "counter". With `sm_90 decoding` it prints how often each would be compiled, and
+compiles none.
 """
+import importlib
 import json
 import os
 import re
@@ -38,9 +40,9 @@ def program(*arguments):
 
 
 @pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
-@pytest.mark.parametrize("gpu", GPUS)
-def test_every_kernel_compiles(gpu):
-    kernels = program(gpu)
+@pytest.mark.parametrize("gpu, which", [*((gpu, "all") for gpu in GPUS), ("sm_90", "counter")])
+def test_every_kernel_compiles(gpu, which):
+    kernels = program(gpu, which)
     assert kernels
     if gpu == "sm_90":
         release = tuple(map(int, version("triton").split(".")[:2]))
@@ -180,8 +182,11 @@ def main(gpu, which="all"):
     triton.runtime.driver.set_active(Driver())
     run, JITFunction.run = JITFunction.run, compile_only
     specvis_kernels._define.backends = lambda op, device: ["triton"]
+    if which == "counter":
+        attention = importlib.import_module("specvis_kernels.triton.tree_attention")
+        attention.SPLIT, attention.num_multiprocessors = "counter", lambda device: 132
     if which != "decoding":
-        for op in benchmarks.ops.ROWS:
+        for op in benchmarks.ops.ROWS if which == "all" else ["tree_attention"]:
             cases = [*real_cases(op), *inputs.CASES[op]]
             for case in cases if find_spec(f"specvis_kernels.triton.{op}") else []:
                 args, kwargs = getattr(inputs, op)(*case)

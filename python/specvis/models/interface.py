@@ -145,7 +145,7 @@ class TargetModel(Protocol):
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(R, N, H) hidden states -> (R, N, V) float32."""
+        """(R, N, H) hidden states -> (R, N, V) float32, float16 or bfloat16: the ops read each of them."""
 
 
 def rows_and_columns(grid: int | tuple[int, int]) -> tuple[int, int]:
@@ -207,4 +207,4 @@ class DraftModel(Protocol):
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(R, N, H) hidden states -> (R, N, V) float32."""
+        """(R, N, H) hidden states -> (R, N, V) float32, float16 or bfloat16, the same one at every call."""

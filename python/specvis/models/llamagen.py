@@ -248,9 +248,9 @@ class GPT(nn.Module):
         return self(embed(self.tok_embeddings, tokens), NodesReading(self, nodes, cache))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(R, N, dim) hidden states -> (R, N, V) float32."""
+        """(R, N, dim) hidden states -> (R, N, V) float32 by `packed_linear`, otherwise of the model's dtype."""
         packed = self.output_packing.get(hidden, self.pack_output)
-        return self.output(hidden).float() if packed is None else packed_linear(hidden, packed, self.vocab_size)
+        return self.output(hidden) if packed is None else packed_linear(hidden, packed, self.vocab_size)
 
     def pack_layers(self) -> None:
         def pack():

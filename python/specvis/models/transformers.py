@@ -233,11 +233,13 @@ class ImageModel:
         return self.embed(self.ids[tokens])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(R, N, dim) hidden states -> (R, N, V) float32. A forced token's is 0: it is the only one in its range."""
+        """(R, N, dim) hidden states -> (R, N, V) logits. A forced token's is 0: it is the only one in its range."""
         logits = self.code_logits(hidden)
+        if logits.dtype == torch.float64:  # which no op reads
+            logits = logits.float()
         if not self.has_newline:
-            return logits.float()
-        padded = logits.new_zeros(*logits.shape[:-1], self.vocab_size, dtype=torch.float32)
+            return logits
+        padded = logits.new_zeros(*logits.shape[:-1], self.vocab_size)
         padded[..., :self.num_codes] = logits
         return padded
 
