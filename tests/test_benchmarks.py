@@ -3,13 +3,14 @@ import functools
 import json
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
 import specvis_kernels
-from benchmarks import decode, forward, harness, ops
+from benchmarks import decode, executed, forward, harness, ops
 from specvis.decoding.methods import parse_method
 from specvis.models import layers
 from specvis.models.llamagen import GPTConfig
@@ -110,6 +111,13 @@ def test_bytes_that_must_move():
     columns = int(lengths[0]) + 60
     assert ops.ROWS["tree_attention"][1](1, 60, 20, 20, 64, ops.XL_HEADS) == \
         k[:, :columns].nbytes + v[:, :columns].nbytes + 2 * q.nbytes
+
+
+def test_calls_of_a_kernel_s_lambdas_are_not_its_threads():
+    """As gcov names them."""
+    kernel = "specvis::(anonymous namespace)::commit_kv_kernel<unsigned char>(specvis::CommitKv, long, long)"
+    calls = Counter({f"void {kernel}": 64, f"{kernel}::{{lambda(long)#1}}::operator()(long) const": 704})
+    assert executed.threads_of(calls) == {("commit_kv_kernel", "uint8"): 64}
 
 
 def run_main(module, monkeypatch, *arguments):
