@@ -7,6 +7,7 @@ source is known; an instruction in it runs as often as the loop, or as its line 
 a line that the compiler copied to several places it is not known which one ran.
 """
 import ctypes
+import functools
 import json
 import re
 import statistics
@@ -59,8 +60,9 @@ def runs_of(op: str, case: tuple) -> tuple[Counter, Counter]:
     return lines, functions
 
 
+@functools.cache
 def machine_code_of(op: str) -> tuple[dict, dict]:
-    """The routines and the lines of an op's kernels. nvcc compiles them once for all sizes, and for later calls."""
+    """The routines and the lines of an op's kernels. What nvcc compiled is kept for later processes too."""
     source, built = cuda_on_cpu.CSRC / "cuda" / f"{op}.cu", FOLDER / f"{op}.nvcc.o"
     FOLDER.mkdir(parents=True, exist_ok=True)
     if not cuda_on_cpu.newer(built, [Path(__file__), source, *cuda_on_cpu.CSRC.rglob("*.*h")]):
