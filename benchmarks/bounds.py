@@ -2,12 +2,16 @@
 
 Counts bytes, instructions and dependent steps and divides them by the H200's rates, for trees of 60 nodes and 16384
 ids and batches of 1, 8 and 64. Nothing is measured and no GPU takes part. It writes
-benchmarks/results/h200-bounds.json and the table of docs/gpu.md.
+benchmarks/results/h200-bounds.json and the table of docs/gpu.md. What nvcc and g++ compiled is kept in build/, and
+compiled again after a change of the sources.
 """
 import argparse
 import json
 import os
 import re
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
 
 import torch
 
@@ -30,9 +34,10 @@ RATES = {  # assumed: from NVIDIA's documents, and from what others measured on 
 HOW = {
     "bytes": "what must be read and written, from the shapes (benchmarks/ops.py); of a walk the root's row alone",
     "memory_us": "bytes / copy_bytes_per_us, as if nothing were in the cache",
+    "launches": "of kernels, one after another",
     "instructions": "of warps: what one request runs (benchmarks/executed.py, an estimate: the machine code's loops as "
-                    "often as gcov counts their lines in the emulation), times the batch. Of tree_attention: tiles * "
-                    "the instructions of its loop",
+                    "often as gcov counts their lines in the emulation) with the blocks and threads that each has in "
+                    "that batch, times the batch. Of tree_attention: tiles * the instructions of its loop",
     "instructions_us": "instructions / warp_instructions_per_cycle on the multiprocessors that have a block",
     "conversions_us": "of them those from and to 64 bits / conversions_64_per_cycle",
     "fp64_us": "of them those of fp64 / fp64_per_cycle",
@@ -41,46 +46,63 @@ HOW = {
                     "blocks as share it in that batch",
     "chain_us": "chain_cycles / cycles_per_us",
     "tensor_us": "multiplications and additions of whole tiles / tensor_flop_per_us",
-    "bound_us": "kernel_us + the largest of the others in microseconds: counted, not measured",
-    "limit": "which that is; launch, if all of them are less than kernel_us",
-    "target_us": "the design's target",
-    "forbids_target": "the limit, where bound_us is above target_us",
+    "bound_us": "launches * kernel_us + the largest of the others in microseconds: counted, not measured",
+    "limit": "which that is; launch, if all of them are less than launches * kernel_us",
+    "target_us": "the design's target, where there is one",
 }
 
-CASES = [  # title, op, sizes for its maker with batch B, and targets for each batch
+CASES = [  # title, op, sizes for its maker with batch B, and the design's targets for each batch
+    # The ops of a step of LlamaGen-XL, in order
+    ("draft_frontier, 10 pairs of float32", "draft_frontier",
+     lambda B: (B, 10, 16384, 10, torch.float32, True, 1, ops.IMAGE), None),
+    ("draft_children, 10 pairs of float32", "draft_children",
+     lambda B: (B, 10, 16384, 10, torch.float32, True, False, ops.IMAGE), None),
+    ("select_tree, of 410 nodes", "select_tree", lambda B: (B, 410, 60), None),
     ("tree_links", "tree_links", lambda B: (B, 60), (3, 3, 4)),
+    ("tree_attention, a layer, 576 columns", "tree_attention", lambda B: (B, 60, 20, 20, 64, ops.XL_HEADS),
+     (5, 15, 105)),
+    ("verify_logits", "verify_logits", lambda B: (B, 60, 16384, 6, ops.LIKELY), (8, 10, 20)),
+    ("verify_logits, LANTERN, k = 1000", "verify_logits", lambda B: (B, 60, 16384, 6, ops.LIKELY | ops.LANTERN), None),
+    ("draw_tokens, 33 pairs of float32", "draw_tokens", lambda B: (B, 33, 16384, torch.float32, True, ops.IMAGE),
+     (6, 12, 75)),
+    ("commit_kv, 6 nodes", "commit_kv", lambda B: (B, 60, 6, ops.XL_CACHE), (3, 10, 75)),
+    ("commit_tokens", "commit_tokens", lambda B: (B, 60, 6, 576, True, False), None),
+    # The others
+    ("guided_probs, 60 pairs of bfloat16", "guided_probs", lambda B: (B, 60, 16384, torch.bfloat16, True, ops.IMAGE),
+     (6, 18, 130)),
     ("expand_tree, 10 rows", "expand_tree", lambda B: (B, 10, 16384, 10), (4, 5, 10)),
     ("draw_children, 10 rows", "draw_children", lambda B: (B, 10, 16384, 10), (5, 5, 14)),
-    ("neighborhood_sum, 60 rows, k = 1000", "neighborhood_sum", lambda B: (B * 60, 16384, 1000), (5, 8, 60)),
     ("verify_tree", "verify_tree", lambda B: (B, 60, 16384, 6, {"branch": 10}), (6, 10, 15)),
     ("verify_tree, LANTERN, k = 1000", "verify_tree", lambda B: (B, 60, 16384, 6, ops.LANTERN), (12, 16, 25)),
     ("verify_tree, draft rows", "verify_tree", lambda B: (B, 60, 16384, 6, ops.STATIC), (12, 16, 25)),
-    ("guided_probs, 60 pairs of bfloat16", "guided_probs", lambda B: (B, 60, 16384, torch.bfloat16, True, ops.IMAGE),
-     (6, 18, 130)),
-    ("verify_logits", "verify_logits", lambda B: (B, 60, 16384, 6, ops.LIKELY), (8, 10, 20)),
-    ("draw_tokens, 33 pairs of float32", "draw_tokens", lambda B: (B, 33, 16384, torch.float32, True, ops.IMAGE),
-     (6, 12, 75)),
-    ("tree_attention, LlamaGen-XL, 576 columns", "tree_attention", lambda B: (B, 60, 20, 20, 64, ops.XL_HEADS),
-     (5, 15, 105)),
-    ("commit_kv, 6 nodes of LlamaGen-XL", "commit_kv", lambda B: (B, 60, 6, ops.XL_CACHE), (3, 10, 75)),
+    ("neighborhood_sum, 60 rows, k = 1000", "neighborhood_sum", lambda B: (B * 60, 16384, 1000), (5, 8, 60)),
 ]
 
 
-def chain(op: str, B: int, case) -> int | None:
-    """Cycles, of all launches of a call one after another. `case(B)`: the sizes for a batch."""
-    if op == "tree_attention":
-        return None
+@contextmanager
+def share_of(requests: int):
+    """Within this, one request is launched by the emulation as each of so many would be on the whole device.
+
+    Launches depend on whether an even number of blocks is at most the multiprocessors, or any number is below them. So
+    a share is rounded up: 132 / 8 to 17, of 132 / 64 to 3.
+    """
+    os.environ["CUDA_ON_CPU_SMS"] = str(-(-RATES["multiprocessors"] // requests))
+    try:
+        yield
+    finally:
+        del os.environ["CUDA_ON_CPU_SMS"]
+
+
+def chain(op: str, B: int, case) -> list[int]:
+    """Cycles of each launch of a call, which come one after another. `case(B)`: the sizes for a batch."""
     one = list(case(1))
     requests = B
     if op in ("guided_probs", "draw_tokens"):
         requests, one[1] = B * one[1], 1
     if op == "neighborhood_sum":
         requests, one[0] = B * one[0], 1
-    os.environ["CUDA_ON_CPU_SMS"] = str(max(1, RATES["multiprocessors"] // requests))
-    try:
-        return sum(record["chain_cycles"] for record in trace.run(trace.build([op]), [(op, tuple(one))]))
-    finally:
-        del os.environ["CUDA_ON_CPU_SMS"]
+    with share_of(requests):
+        return [record["chain_cycles"] for record in trace.run(trace.build([op]), [(op, tuple(one))])]
 
 
 def attention_tiles(kernels: dict[str, dict], case: tuple) -> tuple[int, float]:
@@ -95,29 +117,31 @@ def attention_tiles(kernels: dict[str, dict], case: tuple) -> tuple[int, float]:
     return (tiles * loop["instructions"] * kernel["warps"], tiles * 4.0 * block_m * block_t * D)
 
 
-def bound(title: str, op: str, case: tuple, B: int, one: dict, cycles_in_chain: int | None,
+def bound(title: str, op: str, case: tuple, B: int, one: dict, chains: list[int] | None,
           kernels: dict[str, dict]) -> dict:
-    """One row of the results, without target. `one`: what the same call of one request runs."""
+    """One row of the results, without target. `one`: what one request runs in that batch; `chains`: see `chain`"""
     num_bytes, flop = ops.ROWS[op][1](*case), 0.0
     counts = {name: B * one.get(name, 0) for name in ("instructions", "conversions_64", "fp64")}
     cycles = min(RATES["multiprocessors"], B * one.get("blocks", 132)) * RATES["cycles_per_us"]  # a us, of all used
+    launches = len(chains or [])
     if op == "tree_attention":
         counts["instructions"], flop = attention_tiles(kernels, case)
+        launches = 1 + (2 * B * case[3] < RATES["multiprocessors"])  # a second kernel merges, see its file
     parts = {
         "memory_us": num_bytes / RATES["copy_bytes_per_us"],
         "instructions_us": counts["instructions"] / RATES["warp_instructions_per_cycle"] / cycles,
         "conversions_us": counts["conversions_64"] * 32 / RATES["conversions_64_per_cycle"] / cycles,
         "fp64_us": counts["fp64"] * 32 / RATES["fp64_per_cycle"] / cycles,
         "tensor_us": flop / RATES["tensor_flop_per_us"],
-        "chain_us": (cycles_in_chain or 0) / RATES["cycles_per_us"],
+        "chain_us": sum(chains or []) / RATES["cycles_per_us"],
     }
-    limit = max(parts, key=parts.get)
-    return {"title": title, "op": op, "batch": B, "bytes": num_bytes, **counts,
-            "chain_cycles": cycles_in_chain,
+    limit, launch_us = max(parts, key=parts.get), launches * RATES["kernel_us"]
+    return {"title": title, "op": op, "batch": B, "bytes": num_bytes, "launches": launches, **counts,
+            "chain_cycles": sum(chains) if chains else None,
             **{name: round(us, 2) for name, us in parts.items()},
-            **({"chain_us": None} if cycles_in_chain is None else {}),
-            "bound_us": round(RATES["kernel_us"] + parts[limit], 1),
-            "limit": limit.removesuffix("_us") if parts[limit] > RATES["kernel_us"] else "launch"}
+            **({} if chains else {"chain_us": None}),
+            "bound_us": round(launch_us + parts[limit], 1),
+            "limit": limit.removesuffix("_us") if parts[limit] > launch_us else "launch"}
 
 
 # --- showing ----------------------------------------------------------------------------------------------------------
@@ -131,12 +155,12 @@ def cell(rows: list[dict], name: str, number: str = "{:g}") -> str:
 
 def table(results: dict) -> str:
     """Of docs/gpu.md: a line for each op, and in a cell the batches of 1 / 8 / 64."""
-    lines = ["| op | MB | memory | instructions | chain | bound | limit | target |",
-             "|---|---|---|---|---|---|---|---|"]
+    lines = ["| op | MB | launches | memory | instructions | chain | bound | limit | target |",
+             "|---|---|---|---|---|---|---|---|---|"]
     for title in dict.fromkeys(row["title"] for row in results["rows"]):
         rows = [row | {"mb": row["bytes"] / 1e6} for row in results["rows"] if row["title"] == title]
         parts = [re.sub(r"^\w+", r"`\g<0>`", title), cell(rows, "mb", "{:.3g}"),
-                 *(cell(rows, name) for name in ("memory_us", "instructions_us", "chain_us")),
+                 *(cell(rows, name) for name in ("launches", "memory_us", "instructions_us", "chain_us")),
                  f"**{cell(rows, 'bound_us')}**", *(cell(rows, name) for name in ("limit", "target_us"))]
         lines.append("| " + " | ".join(parts) + " |")
     return "\n".join(lines)
@@ -149,15 +173,35 @@ def page_of(page: str, results: dict) -> str:
     return before + start + table(results) + end + rest.partition(end)[2]
 
 
+def compile_all() -> None:
+    """Everything that takes minutes, by as many processes as there are cores."""
+    names = {op for _, op, *_ in CASES} - {"tree_attention"}
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
+        jobs = [pool.submit(job, op) for job in (executed.machine_code_of, executed.library_of) for op in names]
+        for job in [*jobs, *(pool.submit(trace.build, [op]) for op in names)]:
+            job.result()
+
+
+def rows_of(title: str, op: str, case, targets: tuple | None, attention: dict) -> list[dict]:
+    """The results of an op's sizes, for each batch. attention: what `sass.read_triton` says of that op"""
+    rows = []
+    for i, B in enumerate(BATCHES):
+        one, chains = {}, None
+        if op != "tree_attention":
+            chains = chain(op, B, case)
+            with share_of(B):
+                one = executed.count(op, case(1))
+        row = bound(title, op, case(B), B, one, chains, attention) | {"target_us": targets and targets[i]}
+        rows.append(row)
+        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    return rows
+
+
 def count_all() -> dict:
-    rows, attention = [], sass.read_triton(["tree_attention"])[1]["tree_attention"]
-    for title, op, case, targets in CASES:
-        one = executed.count(op, case(1)) if op != "tree_attention" else {}
-        for i, B in enumerate(BATCHES):
-            row = bound(title, op, case(B), B, one, chain(op, B, case), attention)
-            row |= {"target_us": targets[i], "forbids_target": row["limit"] if row["bound_us"] > targets[i] else None}
-            rows.append(row)
-            print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    compile_all()
+    with ProcessPoolExecutor(1, get_context("fork")) as pool:  # no kernel runs in that process afterwards
+        attention = pool.submit(sass.read_triton, ["tree_attention"]).result()[1]["tree_attention"]
+    rows = [row for case in CASES for row in rows_of(*case, attention)]
     return {"device": "NVIDIA H200", "note": "counted, not measured", "how": HOW, "rates": RATES,
             "git": harness.machine()["git"], "rows": rows}
 

@@ -6,60 +6,72 @@ often a loop of the machine code runs, by its accesses to memory and its exchang
 source is known; an instruction in it runs as often as the loop, or as its line if that is less. This is an estimate: of
 a line that the compiler copied to several places it is not known which one ran.
 """
+import ctypes
+import functools
 import json
-import os
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections import Counter, defaultdict
+from multiprocessing import get_context
 from pathlib import Path
 
+import specvis_kernels
 from benchmarks import machine_code, sass
+from tests import cuda_on_cpu
+from tests.kernels import inputs
 
-CSRC = sass.ROOT / "csrc"
-FOLDER = sass.ROOT / "build" / "cuda_on_cpu_coverage"
+FOLDER = cuda_on_cpu.BUILD / "cuda_on_cpu_coverage"
 LINE = re.compile(r'//## File "([^"]+)", line (\d+)')
-KERNEL = re.compile(r"(?:void )?(\w+)(?:<(.*)>)?\(specvis::\w+")
+KERNEL = re.compile(r"(?:void )?(\w+)(?:<(.*)>)?\(specvis::\w+[^{]*$")  # a lambda in a kernel has a "{"
 TYPES = {"unsigned char": "uint8", "unsigned short": "uint16", "unsigned int": "uint32", "unsigned long": "uint64",
          "int": "int32", "long": "int64", "true": "1", "false": "0"}  # gcov's names -> the names of benchmarks/sass.py
 ANCHORS = {"LDG", "LD", "STG", "ST", "LDS", "STS", "ATOM", "ATOMG", "ATOMS", "RED", "BAR", "VOTE", "REDUX"}
 
 
-def run_here(op: str, case: str) -> None:
-    """In a process of its own: the call, in the emulation that counts lines."""
-    import torch
+def library_of(op: str) -> Path:
+    """The emulation in which lines of the op's kernels are counted."""
+    return cuda_on_cpu.build_some([cuda_on_cpu.CSRC / "cuda" / f"{op}.cu"], FOLDER / f"{op}.so", "-O1", "--coverage")
 
-    import specvis_kernels
-    from specvis_kernels import _define
-    from tests import cuda_on_cpu
-    from tests.kernels import inputs
 
-    path = cuda_on_cpu.build([*cuda_on_cpu.kernels(), *cuda_on_cpu.bindings()], FOLDER / "emulated.so", "-O1",
-                             "--coverage")
-    library = torch.library.Library(cuda_on_cpu.NAMESPACE, "DEF")
-    library.define(str(getattr(torch.ops.specvis_kernels, op).default._schema).partition("::")[2])
-    _define._kernels[op]["cuda_emulated"] = getattr(getattr(torch.ops, cuda_on_cpu.NAMESPACE), op).default
-    torch.ops.load_library(path)
-    for file in FOLDER.glob("*.gcda"):
-        file.unlink()
-    args, kwargs = getattr(inputs, op)(*eval(case, {"torch": torch}))
+def run_here(library: Path, op: str, case: tuple) -> None:
+    """In a process of its own: the call."""
+    cuda_on_cpu.register(library)
+    args, kwargs = getattr(inputs, op)(*case)
     getattr(specvis_kernels, op)(*args, **kwargs, backend="cuda_emulated")
+    ctypes.CDLL(None).exit(0)  # C's own exit, so that the counts are written
 
 
 def runs_of(op: str, case: tuple) -> tuple[Counter, Counter]:
     """(file, line) -> how often threads ran it, 0 where none ran; and (file, function) -> that number."""
-    subprocess.run([sys.executable, "-m", "benchmarks.executed", op, repr(case)], cwd=sass.ROOT, check=True,
-                   env=os.environ | {"TRITON_INTERPRET": "1"})
-    lines, functions = Counter(), Counter()  # an inline function's may be counted in any of the files that have it
-    for text in sass.run("gcov", "--json-format", "--stdout", *FOLDER.glob("*.gcda")).splitlines():
-        for file in json.loads(text)["files"]:
-            for line in file["lines"]:
-                lines[Path(file["file"]).name, line["line_number"]] += line["count"]
-            for function in file["functions"]:
-                functions[function["demangled_name"]] += function["execution_count"]
+    library, counts = library_of(op), FOLDER / f"{op}.cu.gcda"
+    counts.unlink(missing_ok=True)
+    process = get_context("fork").Process(target=run_here, args=(library, op, case))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"{op} must run in the emulation, but ended with status {process.exitcode}")
+    lines, functions = Counter(), Counter()
+    for file in json.loads(sass.run("gcov", "--json-format", "--stdout", counts))["files"]:
+        for line in file["lines"]:
+            lines[Path(file["file"]).name, line["line_number"]] += line["count"]
+        for function in file["functions"]:
+            functions[function["demangled_name"]] += function["execution_count"]
     return lines, functions
+
+
+@functools.cache
+def machine_code_of(op: str) -> tuple[dict, dict]:
+    """The routines and the lines of an op's kernels. What nvcc compiled is kept for later processes too."""
+    source, built = cuda_on_cpu.CSRC / "cuda" / f"{op}.cu", FOLDER / f"{op}.nvcc.o"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    if not cuda_on_cpu.newer(built, [Path(__file__), source, *cuda_on_cpu.CSRC.rglob("*.*h")]):
+        sass.run(sass.find_tool("nvcc"), "-O3", "-std=c++17", "-fmad=false", "-w", "-lineinfo", "-DSPECVIS_CUDA",
+                 "-gencode", f"arch=compute_90,code={sass.ARCH}", "-c", source, "-o", built)
+    with tempfile.TemporaryDirectory() as folder:
+        cubin, = sass.cubins(built, Path(folder))
+        listing = sass.run(sass.find_tool("nvdisasm"), "-gi", "-c", "-ndf", cubin)
+    return machine_code.parse(listing), lines_of(listing)
 
 
 def lines_of(listing: str) -> dict[str, list[tuple]]:
@@ -122,30 +134,24 @@ def instructions_run(routine: machine_code.Routine, stacks: list[tuple], lines: 
     return total
 
 
-def count(op: str, case: tuple) -> dict[str, int]:
-    """What a call runs: blocks, warps, and of all warps instructions, conversions from and to 64 bits, and fp64."""
-    lines, functions = runs_of(op, case)
-    total = Counter(blocks=sum(runs for name, runs in functions.items() if name.startswith("cuda_on_cpu::begin(")))
-    with tempfile.TemporaryDirectory() as folder:
-        built = Path(folder, f"{op}.o")
-        sass.run(sass.find_tool("nvcc"), "-O3", "-std=c++17", "-fmad=false", "-w", "-lineinfo", "-DSPECVIS_CUDA",
-                 "-gencode", f"arch=compute_90,code={sass.ARCH}", "-c", CSRC / "cuda" / f"{op}.cu", "-o", built)
-        cubin, = sass.cubins(built, Path(folder))
-        listing = sass.run(sass.find_tool("nvdisasm"), "-gi", "-c", "-ndf", cubin)
-    stacks, threads = lines_of(listing), Counter()
+def threads_of(functions: Counter) -> Counter:
+    """(kernel, its template's arguments..) -> how many threads ran it."""
+    threads = Counter()
     for name, runs in functions.items():
         if match := KERNEL.match(name.replace("specvis::(anonymous namespace)::", "")):
             parts = [part.strip() for part in re.split("[<>,]", match[2] or "") if part.strip()]
             threads[(match[1], *(TYPES.get(part, part) for part in parts))] += runs
-    for name, routines in machine_code.parse(listing).items():
+    return threads
+
+
+def count(op: str, case: tuple) -> dict[str, int]:
+    """What a call runs: blocks, warps, and of all warps instructions, conversions from and to 64 bits, and fp64."""
+    lines, functions = runs_of(op, case)
+    total = Counter(blocks=sum(runs for name, runs in functions.items() if name.startswith("cuda_on_cpu::begin(")))
+    threads, (kernels, stacks) = threads_of(functions), machine_code_of(op)
+    for name, routines in kernels.items():
         warps = threads[(sass.parts_of(name)[1], *sass.template_of(name))] / 32
         if warps:
             total += instructions_run(routines[0], stacks[name], lines, warps)
             total["warps"] += warps
     return {name: round(total[name]) for name in ("blocks", "warps", "instructions", "conversions_64", "fp64")}
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("benchmarks.executed is run by python -m benchmarks.bounds, with an op and its sizes")
-    run_here(*sys.argv[1:])

@@ -1,15 +1,17 @@
 """Each benchmark checks what it times, runs small once, and writes the fields that it should."""
 import functools
 import json
+import os
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
 import specvis_kernels
-from benchmarks import decode, forward, harness, ops
+from benchmarks import bounds, decode, executed, forward, harness, ops
 from specvis.decoding.methods import parse_method
 from specvis.models import layers
 from specvis.models.llamagen import GPTConfig
@@ -110,6 +112,24 @@ def test_bytes_that_must_move():
     columns = int(lengths[0]) + 60
     assert ops.ROWS["tree_attention"][1](1, 60, 20, 20, 64, ops.XL_HEADS) == \
         k[:, :columns].nbytes + v[:, :columns].nbytes + 2 * q.nbytes
+
+
+def test_calls_of_a_kernel_s_lambdas_are_not_its_threads():
+    """As gcov names them."""
+    kernel = "specvis::(anonymous namespace)::commit_kv_kernel<unsigned char>(specvis::CommitKv, long, long)"
+    calls = Counter({f"void {kernel}": 64, f"{kernel}::{{lambda(long)#1}}::operator()(long) const": 704})
+    assert executed.threads_of(calls) == {("commit_kv_kernel", "uint8"): 64}
+
+
+def test_instructions_are_counted_as_each_batch_launches_them(monkeypatch):
+    """A request has fewer multiprocessors in a larger batch; here it runs an instruction on each."""
+    monkeypatch.setattr(bounds, "chain", lambda op, B, case: [400, 5])
+    monkeypatch.setattr(executed, "count", lambda op, case: {
+        "blocks": 1, "instructions": case[0] * int(os.environ["CUDA_ON_CPU_SMS"])})
+    rows = bounds.rows_of("tree_links", "tree_links", lambda B: (B, 60), None, {})
+    assert [row["instructions"] for row in rows] == [132, 8 * 17, 64 * 3]
+    assert {(row["launches"], row["chain_cycles"]) for row in rows} == {(2, 405)}
+    assert "CUDA_ON_CPU_SMS" not in os.environ
 
 
 def run_main(module, monkeypatch, *arguments):

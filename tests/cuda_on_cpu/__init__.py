@@ -72,6 +72,15 @@ def load() -> None:
     register(build([*kernels(), *bindings()], folder / "emulated.so", *(SANITIZE if sanitize else [])))
 
 
+def build_some(sources, library: Path, *flags: str, trace: bool = False) -> Path:
+    """A library of these kernels, compiled with `flags`, and of all others as `load` has them."""
+    plain, every = BUILD / "cuda_on_cpu", [*kernels(), *bindings()]
+    build(every, plain / "emulated.so")
+    names = {source.name for source in sources}
+    others = [plain / f"{source.name}.o" for source in every if source.name not in names]
+    return build(sources, library, *flags, trace=trace, others=others)
+
+
 def kernels() -> list:
     return sorted(CSRC.glob("cuda/*.cu"))
 

@@ -112,14 +112,10 @@ def copy_sources(folder: Path, changes: dict) -> Path:
 def build(ops, folder: Path = TRACED, changes=None) -> Path:
     """A library in which the kernels of these ops are traced. Raises CalledProcessError."""
     copy = copy_sources(folder / "csrc", changes or {})
-    sources, kernels, bindings = [copy / f"cuda/{op}.cu" for op in ops], cuda_on_cpu.kernels(), cuda_on_cpu.bindings()
-    if len(ops) == len(kernels):
-        return cuda_on_cpu.build([*sources, *bindings], folder / "emulated.so", trace=True)
-    plain = cuda_on_cpu.BUILD / "cuda_on_cpu"
-    cuda_on_cpu.build([*kernels, *bindings], plain / "emulated.so")
-    others = [source.name for source in [*kernels, *bindings] if source.stem not in ops]
-    return cuda_on_cpu.build(sources, folder / f"{'-'.join(sorted(ops))}.so", trace=True,
-                             others=[plain / f"{name}.o" for name in others])
+    sources = [copy / f"cuda/{op}.cu" for op in ops]
+    if len(ops) == len(cuda_on_cpu.kernels()):
+        return cuda_on_cpu.build([*sources, *cuda_on_cpu.bindings()], folder / "emulated.so", trace=True)
+    return cuda_on_cpu.build_some(sources, folder / f"{'-'.join(sorted(ops))}.so", trace=True)
 
 
 def taker(path: Path):
@@ -164,7 +160,7 @@ def start(library: Path) -> None:
 def run(library: Path, jobs: list) -> list:
     """The records of [(op, case)], each op in one of as many processes as there are cores."""
     workers = min(len(jobs), int(os.environ.get("MAX_JOBS", os.cpu_count() or 1)))
-    with ProcessPoolExecutor(workers, get_context("spawn"), start, (library,)) as pool:
+    with ProcessPoolExecutor(workers, get_context("fork"), start, (library,)) as pool:
         return [record for records in pool.map(trace, *zip(*jobs, strict=True)) for record in records]
 
 

@@ -5,6 +5,7 @@ The table is benchmarks/results/sm_90-machine-code.json. `python -m benchmarks.s
 import json
 import shutil
 import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -267,6 +268,23 @@ def test_instructions_that_run():
     assert counts == {"instructions": 10 * 3 + 1 + 3 * 2, "conversions_64": 10, "fp64": 1}
 
 
+def test_a_request_runs_on_its_share_as_in_a_batch():
+    """As many threads of each kernel. In a process of its own: this one may have loaded the emulation."""
+    program = """if True:
+        import torch
+        from benchmarks import bounds, executed
+
+        def threads(B, N, share):
+            with bounds.share_of(share):
+                functions = executed.runs_of("draw_tokens", (B, N, 4096, torch.float32, True))[1]
+            return executed.threads_of(functions)["draw_tokens_kernel", "Held", "float"]
+
+        for B, N in ((8, 10), (64, 1)):
+            assert threads(B, N, 1) == B * threads(1, N, B) > 0
+        assert threads(1, 10, 8) < threads(1, 10, 1)"""
+    subprocess.run([sys.executable, "-c", program], cwd=sass.ROOT, check=True)
+
+
 @pytest.mark.parametrize("B, parts, bound, limit", [
     (1, {"memory_us": 0.0, "instructions_us": 0.13}, 1.5, "launch"),     # 1000 / 4 cycles on the one multiprocessor
     (64, {"memory_us": 0.02, "instructions_us": 0.13}, 1.5, "launch"),   # on 64 of them
@@ -274,6 +292,6 @@ def test_instructions_that_run():
     (6600, {"memory_us": 2.21, "instructions_us": 6.31}, 7.6, "instructions"),
 ])
 def test_bounds(B, parts, bound, limit):
-    row = bounds.bound("tree_links", "tree_links", (B, 60), B, {"blocks": 1, "instructions": 1000}, 396, {})
+    row = bounds.bound("tree_links", "tree_links", (B, 60), B, {"blocks": 1, "instructions": 1000}, [396], {})
     assert {name: row[name] for name in parts} == parts and (row["bound_us"], row["limit"]) == (bound, limit)
     assert row["bytes"] == B * 60 * 24 and row["chain_us"] == 0.2 and row["conversions_us"] == row["fp64_us"] == 0

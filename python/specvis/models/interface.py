@@ -207,4 +207,4 @@ class DraftModel(Protocol):
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(R, N, H) hidden states -> (R, N, V) float32, float16 or bfloat16, the same one at every call."""
+        """(R, N, H) hidden states -> (R, N, V) float32, float16 or bfloat16, of one dtype at every call."""
