@@ -4,12 +4,14 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import specvis_kernels
 from benchmarks import decode, forward, harness, ops
+from specvis.decoding.driver import POLL
 from specvis.decoding.methods import parse_method
 from specvis.models import layers
 from specvis.models.llamagen import GPTConfig
@@ -243,6 +245,23 @@ def test_steps_of_larger_sizes_are_timed_in_the_middle_of_pictures(tmp_path):
     assert (layers.USE_DECODER_LAYERS, torch.get_num_threads()) == (True, threads)
     decode.plot(records, tmp_path / "parts.png")
     assert (tmp_path / "parts.png").stat().st_size > 1000
+
+
+def test_steps_on_a_gpu_are_counted_and_its_graphs_captured_before(monkeypatch):
+    """Progress is reported once in four steps there. A CPU stands for the GPU."""
+    looks, clock = [], SimpleNamespace(is_cuda=True, now=lambda: looks.append(1) or len(looks))
+    monkeypatch.setattr(decode, "Clock", lambda device: clock)
+    monkeypatch.setitem(POLL, "cpu", 4)
+    monkeypatch.setattr(decode, "round_up", lambda count: count)
+    config = GPTConfig(dim=32, layers=1, heads=2, vocabulary=64, grid=8, classes=10, ffn_multiple=16)
+    subject = decode.Subject.random("B", config, decode.Recorder(tiny_pipeline(), ["red heart"], WIDE), "cpu",
+                                    torch.float32)
+    for contender in decode.contenders_of(decode.timed_methods(["vanilla", "lantern:k=6:width=3:nodes=8"])):
+        looks.clear()
+        run = decode.run(subject, contender, 2, 0, max_steps=6)
+        assert run.num_steps == (8 if contender.name.startswith("lantern") else 6) and run.tau >= 1
+        assert len(looks) == 3  # the device is waited for before, after the first graph, and at the end
+    assert contender.is_released and len(decode.contenders_of([contender.method], ours=True)) == 1
 
 
 def test_a_forward_is_timed_beside_its_limits(tmp_path, monkeypatch, capsys):
