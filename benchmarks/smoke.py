@@ -30,7 +30,7 @@ SANITIZER = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "3")
 def try_op(op: str) -> None:
     """Raises AssertionError if the kernel's results differ from the CPU's, or from one run to the next."""
     here, on_cpu = specvis_kernels.backends(op, inputs.DEVICE), specvis_kernels.backends(op, "cpu")
-    ours = next((name for name in ("cuda", "triton", "cpu") if name in here), None)
+    ours = next((name for name in ("cuda", "cpu", "triton") if name in here), None)
     if ours is None:
         return print(f"{op}: no kernel for {inputs.DEVICE}")
     theirs = "cpu" if "cpu" in on_cpu and ours != "cpu" else "oracle"
@@ -38,7 +38,10 @@ def try_op(op: str) -> None:
         args, kwargs = getattr(inputs, op)(*case)
         got = run(op, args, kwargs, ours)
         args_there, kwargs_there, got_there = tree_map_only(torch.Tensor, torch.Tensor.cpu, (args, kwargs, tuple(got)))
-        assert_agree(op, got_there, run(op, args_there, kwargs_there, theirs), f"{case}")
+        expected = run(op, args_there, kwargs_there, theirs)
+        differ = [(i, int((a != b).sum()), (a != b).nonzero()[:1].tolist())
+                  for i, (a, b) in enumerate(zip(got_there, expected)) if a.shape == b.shape]
+        assert_agree(op, got_there, expected, f"{case}, by output, how many differ, and the first: {differ}")
         for _ in range(AGAIN):
             assert all(map(same, run(op, args, kwargs, ours, check=False), got)), f"{case}: it differs from run to run"
     print(f"{op}: {ours} agrees with {theirs}")
@@ -65,6 +68,7 @@ def main():
             parser.error(f"no op {op!r}, only {', '.join(inputs.CASES)}")
     ops = options.ops or [*FIRST, *(op for op in inputs.CASES if op not in FIRST)]
     if options.here:
+        torch.set_printoptions(threshold=100, edgeitems=2)
         for op in ops:
             try_op(op)
         return
