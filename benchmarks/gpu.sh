@@ -4,8 +4,8 @@
 # reads.
 #   make gpu          or [PYTHON=python3] [OUT=out] [BEFORE=out] [LIMIT=seconds] bash benchmarks/gpu.sh [PART...]
 #   make gpu DRY=1    without a GPU: each part as far as that goes in seconds, on the CPU, into out/dry
-# The most useful parts come first; each has a time limit, 27 minutes in all. A part that fails does not stop the next,
-# but for `smoke`: where an op is wrong, no part follows it. The exit status says whether any failed. OUT gets
+# The most useful parts come first; each has a time limit, 27 minutes after `build`. A part that fails does not stop the
+# next, but for `smoke`: where an op is wrong, no part follows it. The exit status says whether any failed. OUT gets
 #   log.txt          the output of the parts, line by line
 #   summary.txt      a table: part, seconds, status
 #   ops.json         times, written after each row; a part that is run again goes on where it ends

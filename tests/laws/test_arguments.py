@@ -366,7 +366,7 @@ def test_an_error_of_the_device_is_the_ops_that_it_meets(monkeypatch, op, error,
                                            ("cuda_emulated", "tree_mask: CUDA error: an illegal memory access")])
 def test_not_every_failed_allocation_is_for_want_of_memory(monkeypatch, backend, says):
     """After a fault of a kernel none succeeds, and torch may have other reasons. From torch 2.13 on it says them."""
-    if backend not in backends("tree_mask") or backend == "cpu" and torch.__version__ < "2.13":
+    if backend not in backends("tree_mask", DEVICE) or backend == "cpu" and torch.__version__ < "2.13":
         pytest.skip("it is not built, or torch does not say why")
 
     def refuse(*args, **kwargs):
