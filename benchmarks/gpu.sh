@@ -134,8 +134,8 @@ done
 gpu='import sys
 try: import torch
 except ImportError: sys.exit("PYTHON must be an interpreter that has torch")
-if not torch.cuda.is_available(): sys.exit("torch finds no GPU here: make gpu is for a machine that has one. DRY=1 tries "
-                                           "the parts without one, TORCH_CUDA_ARCH_LIST=9.0 and the part build build for one")
+if not torch.cuda.is_available(): sys.exit("torch finds no GPU here: make gpu is for a machine that has one. "
+    "DRY=1 tries the parts without one; the part build alone needs none, with TORCH_CUDA_ARCH_LIST=9.0")
 print("%d.%d" % torch.cuda.get_device_capability())'
 if [[ $dry ]]; then
     TORCH_CUDA_ARCH_LIST=9.0
@@ -145,7 +145,8 @@ else
     TORCH_CUDA_ARCH_LIST=$($python -c "$gpu") || exit 1
 fi
 export TORCH_CUDA_ARCH_LIST
-built=$folder/built-$TORCH_CUDA_ARCH_LIST-$(cat setup.py $(find csrc -type f | LC_ALL=C sort) | sha256sum | cut -c1-12).tar
+sources=$(cat setup.py $(find csrc -type f | LC_ALL=C sort) | sha256sum | cut -c1-12)
+built=$folder/built-$TORCH_CUDA_ARCH_LIST-$sources.tar
 if [[ $dry ]]; then
     built=/dev/null
 else

@@ -273,6 +273,13 @@ def test_steps_of_larger_sizes_are_timed_in_the_middle_of_pictures(tmp_path):
     assert (tmp_path / "parts.png").stat().st_size > 1000
 
 
+def test_the_others_time_is_subtracted(monkeypatch):
+    """A replay takes as long as what it replays says."""
+    monkeypatch.setattr(harness, "captured", lambda calls: lambda: sum(call() for call in calls))
+    assert harness.between([lambda: 3.0, lambda: 4.0], lambda: 50.0)() == 7
+    assert harness.between([lambda: -1.0], lambda: 50.0)() == 1e-3
+
+
 def test_steps_on_a_gpu_are_counted_and_its_graphs_captured_before(monkeypatch):
     """Progress is reported once in four steps there. A CPU stands for the GPU."""
     looks, clock = [], SimpleNamespace(is_cuda=True, now=lambda: looks.append(1) or len(looks))
