@@ -176,7 +176,7 @@ def test_a_loop_decodes_the_same_with_graphs_as_without(monkeypatch, name, batch
 
     monkeypatch.setattr(CUDAGraphs, "capture", capture)
     again = [decoded(), decoded()]
-    assert replays > 2 or not ON_GPU
+    assert replays > 2 or not ON_GPU or name.startswith("adt-tree")  # whose trees are of many sizes
     monkeypatch.delitem(GRAPHS, inputs.DEVICE, raising=False)
     replays, expected = 0, decoded()
     assert not replays and (expected.tokens >= 0).all()
