@@ -24,7 +24,8 @@ SITE := "import sysconfig; print(sysconfig.get_path('purelib'))"
 MINUTES ?= 10
 SEED ?= 0
 VERSION ?= 4.57.6
-CLANG_FORMAT := $(VENV)/bin/clang-format csrc/*/*.* csrc/*/*/*.* tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.c*
+CLANG_FORMAT := $(VENV)/bin/clang-format csrc/*/*.* csrc/*/*/*.* tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.c* \
+	benchmarks/*.cu
 # Where this is set, every process compiles torch anew: twice the time of an import.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -82,8 +83,8 @@ fuzz: $(VENV)/installed  # hostile inputs for MINUTES, as long with sanitizers; 
 	$(VENV)/bin/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) --sanitized || failed=1; \
 	exit $$failed
 
-gpu:  # with the machine's own torch: nothing is installed; PARTS="build tests" for some parts
-	PYTHON=$(PYTHON) bash benchmarks/gpu.sh $(PARTS)
+gpu:  # with the machine's own torch: nothing is installed; PARTS="smoke tests" for some parts; DRY=1 without a GPU
+	PYTHON=$(PYTHON) DRY=$(DRY) bash benchmarks/gpu.sh $(PARTS)
 
 cuda: $(VENV)/installed  # the CUDA library, for this machine's GPU; without one for 9.0, which the tests know
 	PATH=$${CUDA_HOME:+$$CUDA_HOME/bin:}$$PATH:/usr/local/cuda/bin; \

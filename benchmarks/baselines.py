@@ -26,6 +26,7 @@ from specvis_kernels import (
     verify_greedy,
     verify_tree,
 )
+from specvis_kernels.neighborhood_sum import neighbors_of
 
 
 def index_and_put(caches, accepted_nodes, num_accepted, lengths, *, row_dim=0, column_dim=1):
@@ -142,7 +143,7 @@ def warpers(logits, uncond, guidance, temperature, top_k, top_p, *, id_range=(0,
 def gather_cumsum(probs, tokens, neighbors, delta, *, offset):
     """All neighbors' probabilities, their running sums, the last sum within delta."""
     codes = (tokens - offset).clamp(0, len(neighbors) - 1)
-    neighbor_probs = probs.gather(1, neighbors[codes].long() + offset)
+    neighbor_probs = probs.gather(1, neighbors_of(codes, neighbors) + offset)
     is_kept = neighbor_probs.cumsum(-1) <= delta[:, None]
     return probs.gather(1, tokens[:, None])[:, 0] + (neighbor_probs * is_kept).sum(-1), is_kept.sum(-1)
 
@@ -253,7 +254,7 @@ def where_and_multinomial(target_probs, draft_probs, tokens, uniforms, *, omega=
         mass = mass + (p.gather(-1, ids) * is_listed).sum(-1, keepdim=True)
         draft_mass = draft_mass + (q.gather(-1, ids) * is_listed).sum(-1, keepdim=True)
     if neighbors is not None:
-        ids = neighbors[(tokens - offset).clamp(0, len(neighbors) - 1)].long() + offset
+        ids = neighbors_of((tokens - offset).clamp(0, len(neighbors) - 1), neighbors) + offset
         near = p.gather(-1, ids)
         near = near * (near.cumsum(-1) <= delta[:, None, None])
         mass = mass + near.sum(-1, keepdim=True)

@@ -19,8 +19,11 @@ and before each walk the target's logits (or probabilities) are changed such tha
 recorded, and rejects all drafts after them. The ops do all their work; the time of the change is not counted. Accepted
 drafts are first children, as far as these lead deep enough. So fewer siblings are tried than in real steps, which
 favors the released loop: it pays for each. Of larger sizes than B only steps in the middle of pictures are timed, and
-what a picture takes follows from the recorded tokens a step. On a GPU, steps of larger sizes and steps whose parts are
-timed are not replayed as CUDA graphs.
+what a picture takes follows from the recorded tokens a step.
+
+On a GPU nothing is imposed, since a step takes as long whatever it accepts: steps are replayed as CUDA graphs, and of
+all sizes but the shipped model steps in the middle of pictures are timed, after the first graphs are captured. Only
+steps whose parts are timed are not replayed. `--ours` leaves the released loop out, which takes minutes there.
 """
 import argparse
 import os
@@ -46,7 +49,7 @@ from specvis.cli.options import FILTERS, PROMPTS
 from specvis.decoding.baseline import decode
 from specvis.decoding.decoded import Decoded
 from specvis.decoding.draft_model import EagleDraftModel
-from specvis.decoding.driver import GRAPHS
+from specvis.decoding.driver import GRAPHS, Captured, round_up
 from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import METHODS, Method, parse_method
 from specvis.decoding.sampling import Sampling, repeat_for_cfg
@@ -59,7 +62,8 @@ from specvis.study.plots import plt
 
 RANDOM = FILTERS | {"top_k": 1000, "top_p": 1.0}  # for random weights
 WHOLE = ("shipped", "B")       # sizes of which whole pictures are timed
-STEPS = 8                      # that a turn times of the other sizes
+STEPS = 8                      # that a turn times of the other sizes, at least
+SETTLING = 8                   # steps on a GPU before these: the third captures a graph
 RELEASED = ("eagle1", "lantern", "lantern++", "speculative")  # the methods of the released loop
 FORWARDS = ("fast", "eager", "compile")
 PARTS = ("target", "draft", "ops", "rest")
@@ -119,7 +123,7 @@ class Subject:
         return Subject(size, gpt, head, RANDOM,
                        lambda numbers: gpt.condition(torch.tensor([n % config.classes for n in numbers],
                                                                   device=device)),
-                       neighbors, recorder, size in WHOLE)
+                       neighbors, recorder, size in WHOLE and device == "cpu")
 
 
 class Recorder:
@@ -189,27 +193,38 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
     clock = watch.clock if watch else Clock(device)
     condition, padding_mask = subject.condition(numbers)
     sampling = Sampling.of(numbers, **subject.filters, device=device)
-    known = None
+    known, settling = None, 0
     if max_steps is not None:
-        generator = torch.Generator().manual_seed(turn)
-        known = torch.randint(gpt.config.vocabulary, (batch, L // 2), generator=generator).to(device)
+        generator, num_known = torch.Generator().manual_seed(turn), L // 2
+        if clock.is_cuda:  # the timed steps share a graph
+            settling, num_known = SETTLING, round_up(num_known) + 1
+        known = torch.randint(gpt.config.vocabulary, (batch, num_known), generator=generator).to(device)
     neighbors = subject.neighbors(method.num_neighbors, method.acceptance.metric) if method.num_neighbors else None
     target, draft_model = gpt, EagleDraftModel(gpt, subject.head, repeat_for_cfg(padding_mask))
     if watch:
         target, draft_model = watch.target, Timed(draft_model, "draft", watch)
     script = None
-    if subject.recorder and not method.is_baseline:
-        script = Script(subject.recorder.steps(method, numbers, 0 if known is None else L // 2), clock)
+    if subject.recorder and not method.is_baseline and not clock.is_cuda:
+        script = Script(subject.recorder.steps(method, numbers, 0 if known is None else num_known), clock)
 
-    times, num_new = [], []
+    num_steps, num_new, first = -contender.is_released, 0, None  # first: the time, and how many steps were before it
 
-    def progress(count):
-        times.append(clock.now())
-        num_new.append(count)
-        if watch and len(times) == 1:
-            watch.seconds.clear()
-        if max_steps is not None and len(times) > max_steps:
+    def progress(count):  # on a GPU, not after every step
+        nonlocal num_steps, num_new, first
+        num_steps += contender.is_released
+        if first:
+            num_new += count
+        elif num_steps >= settling:
+            first = clock.now(), num_steps
+            if watch:
+                watch.seconds.clear()
+        if max_steps is not None and first and num_steps >= first[1] + max_steps:
             raise Enough
+
+    def counted(captured, state, settings, call=Captured.__call__):
+        nonlocal num_steps
+        num_steps += 1
+        return call(captured, state, settings)
 
     def replacement(name, call):
         call = watch.timed("ops", call) if watch else call
@@ -228,29 +243,30 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
                                   progress, known_tokens=known)
 
     replayed = {} if script else GRAPHS  # a script changes the calls of a step
-    with ops_replaced(replacement), patch.dict(GRAPHS, replayed, clear=True), subject.reads_by(contender.forward):
+    with (ops_replaced(replacement), patch.dict(GRAPHS, replayed, clear=True),
+          patch.object(Captured, "__call__", counted), subject.reads_by(contender.forward)):
         begin, decoded = clock.now(), None
         try:
             decoded = decode_all()
         except Enough:
             pass
         end = clock.now()
-    num_steps = len(times) - 1
-    tau = decoded.tau.mean().item() if decoded else sum(num_new[1:]) / max(num_steps, 1) / batch
-    return Run(end - begin, times[-1] - times[0], num_steps, tau, Counter(watch.seconds if watch else {}))
+    num_steps -= first[1]
+    tau = decoded.tau.mean().item() if decoded else num_new / max(num_steps, 1) / batch
+    return Run(end - begin, end - first[0], num_steps, tau, Counter(watch.seconds if watch else {}))
 
 
-def contenders_of(methods: list[Method], kinds: Sequence[str] = FORWARDS[:1]) -> list[Contender]:
-    """The methods, and after each the released loop's version where it exists."""
+def contenders_of(methods: list[Method], kinds: Sequence[str] = FORWARDS[:1], ours: bool = False) -> list[Contender]:
+    """The methods, and after each the released loop's version where it exists, unless `ours` are wanted alone."""
     return [Contender(method, is_released, forward) for forward in kinds for method in methods
             if forward != "compile" or method.is_baseline
-            for is_released in (False, True)[:1 + (method.name in RELEASED)]]
+            for is_released in (False, True)[:1 + (method.name in RELEASED and not ours)]]
 
 
 def measure(subject: Subject, methods: list[Method], batch: int, seconds: float, say: Callable[[str], None],
-            kinds: Sequence[str] = FORWARDS[:1]) -> list:
+            kinds: Sequence[str] = FORWARDS[:1], ours: bool = False) -> list:
     """A record for each contender."""
-    contenders = contenders_of(methods, kinds)
+    contenders = contenders_of(methods, kinds, ours)
     watch = Watch(Clock(subject.gpt.output.weight.device), subject.gpt)
     max_steps = None if subject.whole else STEPS
     runs = {contender.name: [] for contender in contenders}
@@ -325,7 +341,8 @@ NOTES = (
     "target, draft (model), ops, rest: their shares of the steps, in a run of its own that times every call of them. "
     "Checks of arguments, torch's own operations and Python are the rest.",
     "imposed: the model has random weights, and each step accepts as many drafts as a recorded step of the shipped "
-    "model, whose tau this is. tau: what the timed runs reached.",
+    "model, whose tau this is. tau: what the timed runs reached. On a GPU nothing is imposed: this tau only gives "
+    "picture s.",
     "*: steps in the middle of pictures were timed; picture s follows from them and from the recorded tau.",
     "x vanilla, x released: how many times as fast as plain decoding and as the released loop, with the same forwards; "
     "x eager: as plain decoding with PyTorch's eager ones. Medians of the ratios of a turn's runs.")
@@ -401,6 +418,7 @@ def main():
                         "turns are taken; default 60")
     parser.add_argument("--threads", type=int, help="default: PyTorch's own")
     parser.add_argument("--forwards", nargs="+", default=["fast"], choices=FORWARDS, help="default fast")
+    parser.add_argument("--ours", action="store_true", help="without the released loop")
     parser.add_argument("--eager-threads", nargs="+", type=int, metavar="N", help="of PyTorch's forwards on a CPU, for "
                         "each size; default: found out first")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
@@ -442,14 +460,15 @@ def main():
             subject = Subject.random(size, class_config(size), recorder, options.device)
         subject.threads = threads
         for batch in options.batch:
-            for record in measure(subject, methods, batch, options.seconds, say, options.forwards):
+            for record in measure(subject, methods, batch, options.seconds, say, options.forwards,
+                                  options.ours):
                 records.append(record)
                 print(line_of(record), flush=True)
+            if options.json is not None:  # what is measured is kept, whatever ends the rest
+                harness.write(options.json, "decode", machine, {"notes": NOTES, "rows": records})
         del subject  # one model at a time
     if options.plot:
         plot(records, options.plot)
-    if options.json is not None:
-        harness.write(options.json, "decode", machine, {"notes": NOTES, "rows": records})
 
 
 if __name__ == "__main__":

@@ -1,25 +1,34 @@
 #!/usr/bin/env bash
 # For a machine with a GPU, with its own torch and without a network: builds for that GPU, compares every op on CUDA
-# with its oracle, measures, and looks for bad accesses, races and uninitialized reads.
+# with the C++ kernel and the oracle, measures ops and decoding, and looks for bad accesses, races and uninitialized
+# reads.
 #   make gpu          or [PYTHON=python3] [OUT=out] [BEFORE=out] [LIMIT=seconds] bash benchmarks/gpu.sh [PART...]
-# The most useful parts come first; each has a time limit, 27 minutes in all. A part that fails does not stop the next;
-# the exit status says whether any failed. OUT gets
+#   make gpu DRY=1    without a GPU: each part as far as that goes in seconds, on the CPU, into out/dry
+# The most useful parts come first; each has a time limit, 27 minutes after `build`. A part that fails does not stop the
+# next, but for `smoke`: where an op is wrong, no part follows it. The exit status says whether any failed. OUT gets
 #   log.txt          the output of the parts, line by line
 #   summary.txt      a table: part, seconds, status
 #   ops.json         times, written after each row; a part that is run again goes on where it ends
+#   decode.json      times of decoding
 #   ncu-OP.ncu-rep   counters of three kernels
 #   built-GPU-SOURCES.tar, the libraries
-# The last two are copied from BEFORE, an earlier OUT: its rows are not timed again, and its libraries not built again.
-# Where `build` is left out although it is needed, it comes first. Parts for three stays of ten minutes, with LIMIT=580:
-#   build tests ops graphs
-#   baselines memcheck racecheck triton program
-#   ncu-guided_probs ncu-verify_tree ncu-expand_tree initcheck synccheck others oracles
+# ops.json and the libraries are copied from BEFORE, an earlier OUT: its rows are not timed again, and its libraries not
+# built again. They can be built before, on any machine of this kind of processor that has torch and nvcc:
+#   TORCH_CUDA_ARCH_LIST=9.0 OUT=folder bash benchmarks/gpu.sh build      9.0: the GPU's compute capability
+# Then BEFORE=folder on the machine with the GPU. Where `build` is left out although it is needed, it comes first.
+# Parts for three stays of ten minutes, with LIMIT=580:
+#   probe smoke ops tests graphs loops
+#   decode memcheck racecheck
+#   ncu-draft_frontier ncu-verify_logits ncu-tree_attention baselines triton initcheck synccheck others
 set -uo pipefail
 cd "$(dirname "$0")/.."
-folder=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
+out=${OUT:-out${DRY:+/dry}}
+folder=$(mkdir -p "$out" && cd "$out" && pwd)
 before=${BEFORE:-out}
 python=${PYTHON:-python3}
-export PYTHONUNBUFFERED=1 SPECVIS_CUDA=1
+dry=${DRY:+tree_links}  # in a dry run, the op that stands for all
+export PYTHONUNBUFFERED=1 SPECVIS_CUDA=1 PYTHONPATH="$PWD:$PWD/python${PYTHONPATH:+:$PYTHONPATH}"
+for tools in /usr/local/cuda/bin /usr/local/cuda/compute-sanitizer /opt/nvidia/nsight-compute/*; do PATH+=:$tools; done
 status=0 table="" wanted="" names=()
 
 say() { echo "$*" | tee -a "$folder/log.txt"; }
@@ -51,43 +60,58 @@ part() {  # name, seconds, command: only listed as long as nothing is wanted
         *) end "$1" $((SECONDS - start)) "failed: $result" ;;
     esac
     ((result == 0)) || status=1
+    return $result
 }
 
 tests() {  # name, seconds, what pytest is to run
-    part "$1" "$2" "$python" -m pytest -q -rfEs --tb=short --benchmark-disable -p no:cacheprovider "${workers[@]}" "${@:3}"
+    part "$1" "$2" "$python" -m pytest -q -rfEs --tb=short --maxfail=20 --benchmark-disable -p no:cacheprovider \
+        ${dry:+--collect-only -q} "${workers[@]}" "${@:3}"
 }
 
 measure() {  # name, seconds: a group of benchmarks.ops. Its status 75 asks for another process, for the rows that are left
     part "$1" "$2" bash -c 'while "$@"; status=$?; ((status == 75)); do :; done; exit $status' measure \
-        "$python" -m benchmarks.ops --seconds 0.1 --json "$folder/ops.json" --resume --groups "$3"
+        "$python" -m benchmarks.ops --seconds $seconds --json "$folder/ops.json" --resume --groups "$3" $dry
 }
 
-sanitize() {  # tool, options
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 part "$1" 90 compute-sanitizer --tool "$1" --error-exitcode 3 "${@:2}" \
-        "$python" -m tests.laws.test_on_a_gpu
+sanitize() {  # tool, seconds, options
+    local watch=(compute-sanitizer --tool "$1" --error-exitcode 3 "${@:3}")
+    [[ -z $dry ]] || watch=()  # the machine of a dry run need not have the tools
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 part "$1" "$2" "${watch[@]}" "$python" -m tests.laws.test_on_a_gpu $dry
 }
 
-counters() {  # op
-    part "ncu-$1" 50 ncu --set full --page details --clock-control none --kernel-name-base mangled \
-        --kernel-name regex:specvis --force-overwrite --export "$folder/ncu-$1" \
-        "$python" -m benchmarks.ops --once --groups kernels "$1"
+counters() {  # op, what the names of its kernels have in common
+    local watch=(ncu --set full --page details --clock-control none --kernel-name-base mangled --kernel-name "regex:$2"
+        --force-overwrite --export "$folder/ncu-$1")
+    [[ -z $dry ]] || watch=()
+    part "ncu-$1" 50 "${watch[@]}" "$python" -m benchmarks.ops --once --groups kernels "${dry:-$1}"
 }
+
+build='"$0" setup.py build_ext --inplace ${2:+--help} && {
+    nvcc -O3 -std=c++17 -arch=sm_90 benchmarks/probe.cu -o build/probe || echo "no probe"
+    tar -cf "$1" specvis_kernels/*.so $(ls build/probe)
+}'
+seconds=0.1 decoded=(--sizes shipped B XL --seconds 4 --ours)
+[[ -z $dry ]] || seconds=0 decoded=(--sizes shipped --methods vanilla --batch 1 --seconds 0 --ours)
 
 parts() {
-    part build 120 bash -c '"$0" setup.py build_ext --inplace && tar -cf "$1" specvis_kernels/*.so' "$python" "$built"
-    tests tests 150 "${ops[@]}" -k "(cuda or oracle) and not triton"
-    measure ops 200 kernels
-    tests graphs 60 tests/laws/test_on_a_gpu.py
-    measure baselines 120 baselines
-    sanitize memcheck --kernel-name kns=specvis
-    sanitize racecheck --kernel-name kns=specvis
+    part build "$build_limit" bash -c "$build" "$python" "$built" $dry
+    part probe 20 ${dry:+echo} build/probe
+    part smoke 100 "$python" -m benchmarks.smoke $dry || wanted=" "  # and nothing else
+    measure ops 160 kernels
+    tests tests 140 "${ops[@]}" -k "(cuda or oracle) and not triton"
+    tests graphs 60 tests/laws/test_on_a_gpu.py -k "not loop"
+    tests loops 60 tests/laws/test_on_a_gpu.py -k loop
+    part decode 330 "$python" -m benchmarks.decode "${decoded[@]}" --json "$folder/decode.json"
+    sanitize memcheck 90 --kernel-name kns=specvis
+    sanitize racecheck 90 --kernel-name kns=specvis
+    counters draft_frontier specvis
+    counters verify_logits specvis
+    counters tree_attention tree_attention
+    measure baselines 90 baselines
     tests triton 120 "${ops[@]}" --triton -k triton
-    tests program 120 "${others[@]}"
-    for op in guided_probs verify_tree expand_tree; do counters $op; done
-    sanitize initcheck
-    sanitize synccheck --kernel-name kns=specvis
-    measure others 80 others
-    measure oracles 120 oracles
+    sanitize initcheck 70
+    sanitize synccheck 60 --kernel-name kns=specvis
+    measure others 60 others
 }
 
 workers=()
@@ -101,13 +125,7 @@ for op in specvis_kernels/[a-z]*.py; do
         [[ ! -e $test ]] || ops+=("$test")
     done
 done
-elsewhere=(tests/laws/test_on_a_gpu.py  # or without a GPU
-    tests/slow/test_*.py tests/cuda_on_cpu/test_*.py)
-others=()
-for file in tests/test_*.py tests/*/test_*.py; do
-    [[ " ${ops[*]} ${elsewhere[*]} " == *" $file "* ]] || others+=("$file")
-done
-built=""
+built="" build_limit=150
 parts
 for name in "$@"; do
     [[ " ${names[*]} " == *" $name "* ]] || { echo "no part $name, only ${names[*]}"; exit 2; }
@@ -116,19 +134,30 @@ done
 gpu='import sys
 try: import torch
 except ImportError: sys.exit("PYTHON must be an interpreter that has torch")
-if not torch.cuda.is_available(): sys.exit("torch finds no GPU here: make gpu is for a machine that has one")
+if not torch.cuda.is_available(): sys.exit("torch finds no GPU here: make gpu is for a machine that has one. "
+    "DRY=1 tries the parts without one; the part build alone needs none, with TORCH_CUDA_ARCH_LIST=9.0")
 print("%d.%d" % torch.cuda.get_device_capability())'
-TORCH_CUDA_ARCH_LIST=$($python -c "$gpu") || exit 1
+if [[ $dry ]]; then
+    TORCH_CUDA_ARCH_LIST=9.0
+elif [[ $* == build && ${TORCH_CUDA_ARCH_LIST:-} ]]; then
+    build_limit=3600
+else
+    TORCH_CUDA_ARCH_LIST=$($python -c "$gpu") || exit 1
+fi
 export TORCH_CUDA_ARCH_LIST
-built=built-$TORCH_CUDA_ARCH_LIST-$(cat setup.py $(find csrc -type f | sort) | sha256sum | cut -c1-12).tar
-for file in "$built" ops.json; do
-    [[ -e $folder/$file || ! -e $before/$file ]] || cp "$before/$file" "$folder"
-done
-[[ -e $folder/$built ]] && tar -xf "$folder/$built"
-built=$folder/$built
+sources=$(cat setup.py $(find csrc -type f | LC_ALL=C sort) | sha256sum | cut -c1-12)
+built=$folder/built-$TORCH_CUDA_ARCH_LIST-$sources.tar
+if [[ $dry ]]; then
+    built=/dev/null
+else
+    for file in "$built" "$folder/ops.json"; do
+        [[ -e $file || ! -e $before/$(basename "$file") ]] || cp "$before/$(basename "$file")" "$folder"
+    done
+    [[ -e $built ]] && tar -xf "$built"
+fi
 wanted=" ${*:-${names[*]}} "
 [[ -e $built ]] || wanted+="build "
-[[ $# -gt 0 || ! -e $built ]] || wanted=${wanted/ build / }
+[[ $# -gt 0 || $dry || ! -e $built ]] || wanted=${wanted/ build / }
 say "== $(date -u +%FT%TZ) parts$wanted"
 parts
 say "$(cat "$folder/summary.txt")"

@@ -7,6 +7,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import cycle
@@ -45,8 +46,9 @@ def asked_of_the_gpu(*fields: str) -> list:
     return values if len(values) == len(fields) else [None] * len(fields)
 
 
-def clocks() -> dict:
-    """The GPU's clocks in MHz at this moment."""
+@lru_cache(maxsize=1)
+def clocks(tens: int) -> dict:
+    """The GPU's clocks in MHz, asked once in ten seconds: nvidia-smi takes up to one. tens: perf_counter() // 10"""
     return dict(zip(("sm_mhz", "memory_mhz"), asked_of_the_gpu("clocks.sm", "clocks.mem")))
 
 
@@ -185,6 +187,13 @@ def sweep_of(size: int):
     return torch.ones(size // 4, device="cuda").sum
 
 
+@lru_cache(maxsize=1)
+def products() -> Callable:
+    """A call of two products of other shapes, as a model's forward has them between two ops."""
+    x, weight = (torch.ones(rows, 1280, dtype=torch.bfloat16, device="cuda") for rows in (120, 3840))
+    return lambda: x @ weight.T @ weight
+
+
 def captured(calls: list):
     """A function that replays the calls, and returns how many microseconds that took."""
     graph = torch.cuda.CUDAGraph()
@@ -204,12 +213,21 @@ def captured(calls: list):
     return replay
 
 
+def between(calls: list, others: Callable) -> Callable:
+    """A function that replays the calls, each after the others, and returns how many microseconds the calls took."""
+    others()
+    both, alone = captured([one for each in calls for one in (others, each)]), captured([others] * len(calls))
+    return lambda: max(both() - alone(), 1e-3)  # a difference of clocks may be 0
+
+
 def time_graphs(call, arguments: tuple, seconds: float, touched: int) -> dict:
     """Summaries by mode of the device's time alone: launches of a CUDA graph, one after another.
 
     "graph warm" is over one input. In "graph cold" no input is in the L2 cache: enough inputs take turns (`inputs`)
     that calls touch three times as much as it holds. Where these would be too many, that many bytes are read before
-    each call instead (`swept`), and the time of this reading alone is subtracted.
+    each call instead (`swept`), and the time of this reading alone is subtracted. "graph between" is over one input
+    between products of matrices, whose kernels leave little of the op's code in the instruction caches; their own time
+    is subtracted too.
     """
     swept = 3 * torch.cuda.get_device_properties(0).L2_cache_size
     number = -(-swept // max(touched, 1))
@@ -223,14 +241,10 @@ def time_graphs(call, arguments: tuple, seconds: float, touched: int) -> dict:
     if len(copies) > 1 or number == 1:
         cold, how = captured(calls), {"inputs": len(copies)}
     else:
-        sweep, how = sweep_of(swept), {"swept": swept}
-        sweep()
-        both, alone = captured([one for each in calls for one in (sweep, each)]), captured([sweep] * len(calls))
-
-        def cold():
-            return max(both() - alone(), 1e-3)  # a difference of clocks may be 0
-
+        cold, how = between(calls, sweep_of(swept)), {"swept": swept}
+    amid = between(calls[:1] * 20, products())
     return {"graph cold": summary(collect(lambda: cold() / len(calls), seconds)) | how,
+            "graph between": summary(collect(lambda: amid() / 20, seconds)),
             "graph warm": summary(collect(lambda: warm() / 20, seconds))}
 
 

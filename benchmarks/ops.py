@@ -16,6 +16,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -186,8 +187,10 @@ ON_GPUS = {  # op -> sizes
     "verify_logits": [(64, 60, 16384, 6, LIKELY | options) for options in ({}, LANTERN)],
     "verify_tree": [(B, 60, 16384, 6, STATIC) for B in (8, 64)],
 }
-FIRST = ("verify_tree", "guided_probs", "expand_tree", "draw_children", "verify_logits", "tree_attention",
-         "draw_tokens", "neighborhood_sum", "tree_links", "commit_kv")  # the ops of a step, the slowest first
+FIRST = ("draft_frontier", "verify_logits", "draft_children", "draw_tokens", "tree_attention", "select_tree",
+         "commit_kv", "tree_links", "commit_tokens")  # the ops of a step, the slowest first
+LAST = ("draw_children", "expand_tree", "guided_probs", "neighborhood_sum", "tree_from_mask", "tree_from_paths",
+        "tree_paths", "verify_chain", "verify_greedy", "verify_tree")  # these no loop here calls
 GROUPS = ("kernels", "others", "baselines", "oracles")
 AGAIN = 75  # the exit status that asks for another run, as sysexits.h has it
 
@@ -232,7 +235,7 @@ def jobs(ops: list, groups: list) -> list:
     every = [(op, case, backend) for op in ops for case in sizes_of(op) for backend in measured(op)
              if group_of(op, backend) in groups]
     if inputs.DEVICE == "cuda":
-        every.sort(key=lambda job: (GROUPS.index(group_of(job[0], job[2])),
+        every.sort(key=lambda job: (GROUPS.index(group_of(job[0], job[2])), job[0] in LAST,
                                     FIRST.index(job[0]) if job[0] in FIRST else len(FIRST)))
     return every
 
@@ -242,7 +245,7 @@ def measure(op: str, case: tuple, backend: str, copy: float, seconds: float) -> 
     call, args = prepare(op, case, backend)
     num_bytes = ROWS[op][1](*case)
     times = harness.time(call, args, seconds, touched=num_bytes, graphs=backend != "oracle")
-    clocks = harness.clocks() if inputs.DEVICE == "cuda" else {}
+    clocks = harness.clocks(perf_counter() // 10) if inputs.DEVICE == "cuda" else {}
     return [{"op": op, "backend": backend, "mode": mode, "shape": format_case(case),
              "dtype": str(tree_leaves(args)[0].dtype).removeprefix("torch."), **summary, **clocks, "bytes": num_bytes,
              "share_of_copy": float(f"{num_bytes / summary['median_us'] * 1e6 / copy:.3g}")}

@@ -96,6 +96,13 @@ def check_neighbors(neighbors: Tensor | None, cutoff: str, offset: int, V: int, 
     return offset
 
 
+def neighbors_of(codes: Tensor, neighbors: Tensor) -> Tensor:
+    """Rows `codes` (...) of the table (C, k), as int64 (..., k)."""
+    if neighbors.dtype == torch.uint16:  # torch 2.10 cannot index uint16 on CUDA
+        return neighbors.view(torch.int16)[codes].long() & 0xFFFF
+    return neighbors[codes].long()
+
+
 def neighbor_prefix(mass: Tensor, total: Tensor, tokens: Tensor, neighbors: Tensor, delta: Tensor, cutoff: str,
                     offset: int, num_considered: int, limit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Which of the first `num_considered` neighbors the cutoff keeps. For oracles.
@@ -107,7 +114,7 @@ def neighbor_prefix(mass: Tensor, total: Tensor, tokens: Tensor, neighbors: Tens
     V, C = mass.shape[-1], neighbors.shape[0]
     code = tokens - offset
     in_codebook = ((code >= 0) & (code < C)).unsqueeze(-1)
-    ids = neighbors[code.clamp(0, C - 1)].long() + offset
+    ids = neighbors_of(code.clamp(0, C - 1), neighbors) + offset
     ids = torch.where(in_codebook & (ids >= 0) & (ids < V), ids, V)
     considered = ids[..., :num_considered]
     each_mass = torch.where(considered < V, mass.gather(-1, considered.clamp(max=V - 1)), 0)

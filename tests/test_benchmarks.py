@@ -6,12 +6,14 @@ import shutil
 import subprocess
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import specvis_kernels
-from benchmarks import bounds, decode, executed, forward, harness, ops
+from benchmarks import bounds, decode, executed, forward, harness, ops, smoke
+from specvis.decoding.driver import POLL
 from specvis.decoding.methods import parse_method
 from specvis.models import layers
 from specvis.models.llamagen import GPTConfig
@@ -170,6 +172,7 @@ def test_ops_are_timed_and_a_run_is_resumed(monkeypatch, tmp_path):
 
 def test_a_run_on_a_gpu_that_breaks_off_is_gone_on_with(monkeypatch, tmp_path):
     """Kernels come first, and of these a step's slowest. After an error the process is left; what hung comes last."""
+    assert set(ops.FIRST) | set(ops.LAST) <= set(ops.ROWS) and not set(ops.FIRST) & set(ops.LAST)
     file, timed = tmp_path / "rows.json", []
 
     def measure(op, case, backend, *_):
@@ -195,6 +198,7 @@ def test_a_run_on_a_gpu_that_breaks_off_is_gone_on_with(monkeypatch, tmp_path):
 @pytest.mark.parametrize("module, arguments, message", [
     (ops, ["tree"], "no op 'tree', only accept_gaussian"),
     (ops, ["--groups", "rivals"], "no group 'rivals', only kernels"), (ops, ["--resume"], "--resume needs --json"),
+    (smoke, ["tree"], "no op 'tree', only"),
     (decode, ["--sizes", "S"], "no size 'S', only shipped, B, L, XL"),
     (decode, ["--methods", "gsd"], "methods must be of vanilla, jacobi, speculative, eagle1"),
     (decode, ["--methods", "eagle1:wide=3"], "method eagle1 has no parameter 'wide'"),
@@ -202,6 +206,30 @@ def test_a_run_on_a_gpu_that_breaks_off_is_gone_on_with(monkeypatch, tmp_path):
     (forward, ["--sizes", "S"], "--sizes must be of shipped, B, L")])
 def test_a_wrong_argument_is_named(module, arguments, message, monkeypatch, capsys):
     assert run_main(module, monkeypatch, *arguments) == 2 and message in capsys.readouterr().err
+
+
+def test_smoke_finds_what_is_wrong(monkeypatch, capsys):
+    """A wrong result, one that changes, and an op that does not end. The others are tried all the same."""
+    right, num_masks = specvis_kernels.tree_mask, 0
+
+    @functools.wraps(right)
+    def replaced(*args, backend=None, **kwargs):
+        nonlocal num_masks
+        mask = right(*args, backend=backend, **kwargs)
+        num_masks += backend == "cpu" and mask.dtype == torch.bool
+        return ~mask if backend == "cpu" and mask.dtype == torch.bool and num_masks > 1 else mask
+
+    monkeypatch.setattr(specvis_kernels, "tree_mask", replaced)
+    for says in ("it differs from run to run", r"output 0 of tree_mask \(.*\[\(0, .*, \[\[0, 0, 0\]\]\)\]"):
+        with pytest.raises(AssertionError, match=says):
+            smoke.try_op("tree_mask")
+    monkeypatch.setattr(smoke, "SECONDS", 0.01)
+    assert smoke.alone("tree_links") == (False, "tree_links: after 0.01 s it still runs\n")
+    monkeypatch.setattr(smoke, "alone", lambda op, watch=(): (op != "tree_mask", f"tried {op} {watch[:1]}\n"))
+    monkeypatch.setattr(shutil, "which", str)
+    assert run_main(smoke, monkeypatch) == "wrong: tree_mask"
+    said = capsys.readouterr().out
+    assert said.count("tried") == len(inputs.CASES) + 1 and "tree_mask, watched:\ntried tree_mask ('compute-san" in said
 
 
 def test_oracles_are_not_timed_as_decoding(monkeypatch):
@@ -265,6 +293,30 @@ def test_steps_of_larger_sizes_are_timed_in_the_middle_of_pictures(tmp_path):
     assert (tmp_path / "parts.png").stat().st_size > 1000
 
 
+def test_the_others_time_is_subtracted(monkeypatch):
+    """A replay takes as long as what it replays says."""
+    monkeypatch.setattr(harness, "captured", lambda calls: lambda: sum(call() for call in calls))
+    assert harness.between([lambda: 3.0, lambda: 4.0], lambda: 50.0)() == 7
+    assert harness.between([lambda: -1.0], lambda: 50.0)() == 1e-3
+
+
+def test_steps_on_a_gpu_are_counted_and_its_graphs_captured_before(monkeypatch):
+    """Progress is reported once in four steps there. A CPU stands for the GPU."""
+    looks, clock = [], SimpleNamespace(is_cuda=True, now=lambda: looks.append(1) or len(looks))
+    monkeypatch.setattr(decode, "Clock", lambda device: clock)
+    monkeypatch.setitem(POLL, "cpu", 4)
+    monkeypatch.setattr(decode, "round_up", lambda count: count)
+    config = GPTConfig(dim=32, layers=1, heads=2, vocabulary=64, grid=8, classes=10, ffn_multiple=16)
+    subject = decode.Subject.random("B", config, decode.Recorder(tiny_pipeline(), ["red heart"], WIDE), "cpu",
+                                    torch.float32)
+    for contender in decode.contenders_of(decode.timed_methods(["vanilla", "lantern:k=6:width=3:nodes=8"])):
+        looks.clear()
+        run = decode.run(subject, contender, 2, 0, max_steps=6)
+        assert run.num_steps == (8 if contender.name.startswith("lantern") else 6) and run.tau >= 1
+        assert len(looks) == 3  # the device is waited for before, after the first graph, and at the end
+    assert contender.is_released and len(decode.contenders_of([contender.method], ours=True)) == 1
+
+
 def test_a_forward_is_timed_beside_its_limits(tmp_path, monkeypatch, capsys):
     """The interpreter claims to have llama.cpp, and answers each question with a millisecond."""
     python, file, figure = tmp_path / "python", tmp_path / "forward.json", tmp_path / "forward.png"
@@ -286,34 +338,72 @@ def test_a_forward_is_timed_beside_its_limits(tmp_path, monkeypatch, capsys):
     assert "| 33 |" in capsys.readouterr().out
 
 
-needs_bash = pytest.mark.skipif(not (shutil.which("bash") and shutil.which("timeout")), reason="needs bash, timeout")
 PYTHON = """#!/bin/bash
 case "$*" in
     "-c import xdist"*) exit 1 ;;
-    "-c import sys"*"get_device_capability"*) echo 9.0 ;;
+    "-c import sys"*"get_device_capability"*) [[ ! $NO_GPU ]] && echo 9.0 || exit 1 ;;
     *setup.py*) echo built > specvis_kernels/_ops_cuda.so ;;
     *"--groups kernels"*) echo row >> "$OUT/ops.json"; (($(wc -l < "$OUT/ops.json") >= 3)) || exit 75 ;;
     *"-k (cuda or oracle)"*) echo "1 failed"; exit 1 ;;
-    *) echo "did $*" ;;
+    *smoke*) [[ ! $IS_WRONG ]] ;;
+    *decode*) [[ ! $HANGS ]] || exec sleep 60 ;;
+    *) echo "did $* in $PYTHONPATH" ;;
 esac
 """
 
 
-@needs_bash
-def test_no_part_of_the_gpu_script_stops_the_next(tmp_path):
-    """One part fails and a tool is missing. A row that broke the device is followed by the others."""
+@pytest.fixture
+def gpu_script(tmp_path):
+    """Runs benchmarks/gpu.sh where programs of these names do as if: its exit status, what it said, and its parts."""
+    if not shutil.which("bash") or not shutil.which("timeout"):
+        pytest.skip("needs bash, timeout")
     files = {"benchmarks/gpu.sh": (harness.ROOT / "benchmarks/gpu.sh").read_text(), "setup.py": "", "csrc/a.cu": "",
-             "specvis_kernels/verify_tree.py": "", "bin/python3": PYTHON,
+             "specvis_kernels/verify_tree.py": "", "bin/python3": PYTHON, "bin/nvcc": "#!/bin/sh\nexit 1",
              "bin/compute-sanitizer": "#!/bin/sh\necho watched $*"}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    run = subprocess.run(["bash", "benchmarks/gpu.sh"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
-                         env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "OUT": str(tmp_path / "out")})
-    table = Path(tmp_path, "out/summary.txt").read_text().splitlines()[1:]
-    parts = {name: status for name, _, status in (line.split(maxsplit=2) for line in table)}
-    assert run.returncode == 1 and parts.pop("tests") == "failed: 1"
-    assert {parts.pop(f"ncu-{op}") for op in ("guided_probs", "verify_tree", "expand_tree")} == {"not there: ncu"}
-    assert len(parts) == 12 and set(parts.values()) == {"ok"}
-    assert Path(tmp_path, "out/ops.json").read_text() == "row\n" * 3 and "watched --tool racecheck" in run.stdout
+
+    def run(*arguments, out="out", **variables):
+        variables |= {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "OUT": str(tmp_path / out)}
+        done = subprocess.run(["bash", "benchmarks/gpu.sh", *arguments], cwd=tmp_path, env=variables, text=True,
+                              stdout=subprocess.PIPE)
+        table = Path(tmp_path, out, "summary.txt").read_text().splitlines()[1:]
+        return done.returncode, done.stdout, {name: status for name, _, status in (
+            line.split(maxsplit=2) for line in table)}
+
+    return run
+
+
+def test_no_part_of_the_gpu_script_stops_the_next(gpu_script, tmp_path):
+    """One part fails and a tool is missing. A row that broke the device is followed by the others."""
+    status, said, parts = gpu_script()
+    assert status == 1 and parts.pop("tests") == "failed: 1" and parts.pop("probe") == "not there: build/probe"
+    assert {parts.pop(f"ncu-{op}") for op in ("draft_frontier", "verify_logits", "tree_attention")} == {
+        "not there: ncu"}
+    assert list(parts) == ["build", "smoke", "ops", "graphs", "loops", "decode", "memcheck", "racecheck", "baselines",
+                           "triton", "initcheck", "synccheck", "others"] and set(parts.values()) == {"ok"}
+    assert Path(tmp_path, "out/ops.json").read_text() == "row\n" * 3 and "watched --tool racecheck" in said
+    assert f"in {tmp_path}:{tmp_path}/python\n" in said  # nothing need be installed
+
+
+def test_the_gpu_script_stops_where_an_op_is_wrong(gpu_script):
+    status, _, parts = gpu_script(IS_WRONG="1")
+    assert status == 1 and list(parts) == ["build", "probe", "smoke"] and parts["smoke"] == "failed: 1"
+
+
+def test_the_gpu_script_ends_in_time(gpu_script):
+    status, said, parts = gpu_script("memcheck", "decode", LIMIT="12", HANGS="1")
+    assert status == 1 and parts == {"build": "ok", "decode": "out of time", "memcheck": "no time left"}
+
+
+def test_a_library_for_a_gpu_is_built_without_one_and_travels(gpu_script, tmp_path):
+    library = tmp_path / "specvis_kernels/_ops_cuda.so"
+    status, _, parts = gpu_script("build", out="before", NO_GPU="1", TORCH_CUDA_ARCH_LIST="9.0")
+    assert status == 0 and parts == {"build": "ok"} and library.read_text() == "built\n"
+    library.unlink()
+    status, said, parts = gpu_script("smoke", BEFORE="before")
+    assert status == 0 and parts == {"smoke": "ok"} and library.read_text() == "built\n"
+    (tmp_path / "csrc/a.cu").write_text("changed")
+    assert gpu_script("smoke", BEFORE="before")[2] == {"build": "ok", "smoke": "ok"}

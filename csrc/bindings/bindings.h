@@ -27,18 +27,18 @@
 #endif
 
 #ifdef SPECVIS_CUDA
-#define RUN(op, arguments, batch)                      \
-  arguments.run([&] {                                  \
-    const Device device(arguments.first());            \
-    check(specvis::op##_cuda(batch, device.stream())); \
+#define RUN(op, arguments, batch)                           \
+  arguments.run([&] {                                       \
+    const Device device(arguments.first());                 \
+    check(#op, specvis::op##_cuda(batch, device.stream())); \
   })
 #define RUN_WITH_SCRATCH(op, arguments, batch)                      \
   arguments.run([&] {                                               \
     const Device device(arguments.first());                         \
     int64_t bytes = 0;                                              \
-    check(specvis::op##_scratch(batch, &bytes));                    \
+    check(#op, specvis::op##_scratch(batch, &bytes));               \
     const Tensor scratch = arguments.make({bytes}, &batch.scratch); \
-    check(specvis::op##_cuda(batch, device.stream()));              \
+    check(#op, specvis::op##_cuda(batch, device.stream()));         \
   })
 #else
 #define RUN(op, arguments, batch) arguments.run([&] { specvis::op##_cpu(batch); })
@@ -81,10 +81,6 @@ class Device {
   torch::stable::accelerator::DeviceGuard guard_;
 #endif
 };
-
-inline void check(cudaError_t error) {
-  STD_TORCH_CHECK(error == cudaSuccess, "specvis_kernels: CUDA error: ", cudaGetErrorString(error));
-}
 #endif
 
 // Rows of logits. `n` is the letter of how many rows a request has.

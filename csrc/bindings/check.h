@@ -20,6 +20,9 @@
 
 #include "../shared/params.h"
 
+// What torch says of its last error: torch 2.13 and later have this function.
+extern "C" __attribute__((weak, visibility("default"))) const char* torch_exception_get_what_without_backtrace();
+
 namespace specvis {
 
 using torch::headeronly::ScalarType;
@@ -47,6 +50,37 @@ constexpr ScalarType type_of() {
   if (std::is_same_v<T, int32_t>) return ScalarType::Int;
   return std::is_same_v<T, bool> ? ScalarType::Bool : ScalarType::Char;
 }
+
+#ifdef SPECVIS_CUDA
+#ifdef __CUDA_ARCH_LIST__  // nvcc says for which GPUs it compiles, for example 800,900
+inline std::string gpus_built_for() {
+  std::string names;
+  for (const int gpu : {__CUDA_ARCH_LIST__})
+    names += (names.empty() ? "" : ", ") + std::to_string(gpu / 100) + "." + std::to_string(gpu % 100 / 10);
+  return names;
+}
+#else
+inline std::string gpus_built_for() { return "none"; }
+#endif
+
+// Raises an error of CUDA that a call of this op has returned.
+inline void check(const char* op, cudaError_t error) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // otherwise the next launch, of another op, would return it too
+  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
+    int device = 0, major = 0, minor = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    STD_TORCH_CHECK(false, op, ": the CUDA kernels of specvis_kernels are built for GPUs of compute capability ",
+                    gpus_built_for(), ", and this GPU has ", major, ".", minor,
+                    ": build the package again with TORCH_CUDA_ARCH_LIST=", major, ".", minor);
+  }
+  const bool is_fault = cudaErrorIllegalAddress <= error && error <= cudaErrorLaunchFailure;
+  STD_TORCH_CHECK(false, op, ": CUDA error: ", cudaGetErrorString(error),
+                  is_fault ? ". It may be of a kernel before this one: CUDA_LAUNCH_BLOCKING=1 tells which" : "");
+}
+#endif
 
 // The arguments of one call. The first tensor that is checked says on which device the others must be. In `sizes` each
 // dimension has a letter or the digit that is its size. A letter is one size throughout a call; V, k and g count ids.
@@ -137,7 +171,8 @@ class Arguments {
     require(size('B') ? rows % size('B') == 0 : rows == 0, "the number of rows must be a multiple of B");
   }
 
-  // A tensor for a result, and where its elements are. Raises OutOfMemory.
+  // A tensor for a result, and where its elements are. Raises OutOfMemory, or torch's error if memory is not the
+  // reason.
   template <class T>
   Tensor make(std::initializer_list<int64_t> sizes, T** to) const {
     Tensor tensor = make(sizes, type_of<T>());
@@ -148,6 +183,16 @@ class Arguments {
     try {
       return torch::stable::new_empty(*first_, sizes, type);
     } catch (const std::exception&) {
+#ifdef SPECVIS_CUDA
+      size_t free = 0, total = 0;  // after a fault of a kernel every call returns that, and no allocation succeeds
+      check(op_, cudaMemGetInfo(&free, &total));
+#endif
+      if (torch_exception_get_what_without_backtrace) {
+        const std::string said = torch_exception_get_what_without_backtrace();
+        const auto names = [&said](const char* words) { return said.find(words) != std::string::npos; };
+        require(names("out of memory") || names("DefaultCPUAllocator") || names("bad_alloc") || names("overflow"),
+                said.c_str());
+      }
       std::string shape;
       for (const int64_t size : sizes) shape += (shape.empty() ? "" : ", ") + std::to_string(size);
       throw OutOfMemory(std::string(op_) + ": there is no memory for a tensor (" + shape + ")");

@@ -21,7 +21,7 @@
 #define LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   cuda_on_cpu::launch(#kernel, kernel, grid, 1, block, shared_bytes, stream, __VA_ARGS__)
 #define LAUNCH_CLUSTERS(kernel, grid, cluster, block, shared_bytes, stream, ...) \
-  (cuda_on_cpu::launch(#kernel, kernel, grid, cluster, block, shared_bytes, stream, __VA_ARGS__), cudaGetLastError())
+  cuda_on_cpu::launch(#kernel, kernel, grid, cluster, block, shared_bytes, stream, __VA_ARGS__)
 #define DYNAMIC_SHARED(T, name) T* const name = reinterpret_cast<T*>(cuda_on_cpu::dynamic_shared.get())
 #endif
 

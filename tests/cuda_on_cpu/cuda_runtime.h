@@ -10,6 +10,7 @@
 //   CUDA_ON_CPU_CAPABILITY   the major compute capability; 9 unless set, and below there are no clusters
 //   CUDA_ON_CPU_SMS          how many multiprocessors; 132 unless set
 //   CUDA_ON_CPU_SEED         another order of the threads and blocks
+//   CUDA_ON_CPU_ERROR        the number of an error that the device answers with, as one that is broken does
 #pragma once
 #include <math.h>
 
@@ -388,26 +389,24 @@ inline std::string wrong_clusters(dim3 grid, unsigned cluster) {
 }
 
 template <class... Parameters, class... Arguments>
-void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, unsigned cluster, dim3 block, size_t shared,
-            cudaStream_t, const Arguments&... arguments) {
+cudaError_t launch(const char* name, void (*kernel)(Parameters...), dim3 grid, unsigned cluster, dim3 block,
+                   size_t shared, cudaStream_t, const Arguments&... arguments) {
   static_assert((std::is_trivially_copyable<Parameters>::value && ...), "a kernel gets copies of the bytes");
   static std::mutex one;
   const std::lock_guard<std::mutex> lock(one);
   const uint64_t count = uint64_t{block.x} * block.y * block.z;
   if (grid.x < 1 || grid.x > 0x7fffffffu || grid.y < 1 || grid.y > 65535 || grid.z < 1 || grid.z > 65535 || count < 1 ||
       count > 1024) {
-    last_error = cudaErrorInvalidConfiguration;
-    return;
+    return last_error = cudaErrorInvalidConfiguration;
   }
+  if (device_error()) return last_error = device_error();
   const std::string wrong = wrong_clusters(grid, cluster);
   if (!wrong.empty()) {
     report = std::string(name) + ": " + wrong;
-    last_error = cudaErrorInvalidClusterSize;
-    return;
+    return last_error = cudaErrorInvalidClusterSize;
   }
   if (shared > size_t(most_shared(reinterpret_cast<const void*>(kernel)))) {
-    last_error = cudaErrorInvalidValue;
-    return;
+    return last_error = cudaErrorInvalidValue;
   }
   const auto call = [&] { kernel(arguments...); };
   const std::function<void()> run = std::ref(call);
@@ -436,10 +435,10 @@ void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, unsigned
         if (failure.empty()) continue;
         report = std::string(name) + ", block (" + std::to_string(blockIdx.x) + ", " + std::to_string(blockIdx.y) +
                  ", " + std::to_string(blockIdx.z) + "), " + failure;
-        last_error = cudaErrorLaunchFailure;
-        return;
+        return last_error = cudaErrorLaunchFailure;
       }
   trace::launch_ends();
+  return cudaSuccess;
 }
 
 template <class T>

@@ -15,6 +15,9 @@ enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
   cudaErrorInvalidConfiguration = 9,
+  cudaErrorInvalidDeviceFunction = 98,
+  cudaErrorNoKernelImageForDevice = 209,
+  cudaErrorIllegalAddress = 700,
   cudaErrorLaunchFailure = 719,
   cudaErrorInvalidClusterSize = 912
 };
@@ -22,6 +25,7 @@ enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerBlock = 8,
   cudaDevAttrMultiProcessorCount = 16,
   cudaDevAttrComputeCapabilityMajor = 75,
+  cudaDevAttrComputeCapabilityMinor = 76,
   cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
 };
 struct cudaFuncAttributes {
@@ -44,6 +48,7 @@ inline int variable(const char* name, int otherwise) {
 inline int shared_per_block() { return variable("CUDA_ON_CPU_SHARED", 227 * 1024); }  // Hopper's
 inline int capability() { return variable("CUDA_ON_CPU_CAPABILITY", 9); }
 inline int multiprocessors() { return variable("CUDA_ON_CPU_SMS", 132); }
+inline cudaError_t device_error() { return static_cast<cudaError_t>(variable("CUDA_ON_CPU_ERROR", 0)); }
 
 // Other variables make another device: the launchers ask a device only once what it offers.
 inline int device() {
@@ -67,10 +72,16 @@ inline cudaError_t cudaGetLastError() {
   return error;
 }
 
+inline cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  *free = *total = 0;
+  return cuda_on_cpu::device_error();
+}
+
 inline const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess                     ? "no error"
          : error == cudaErrorInvalidValue         ? "invalid argument"
          : error == cudaErrorInvalidConfiguration ? "invalid configuration argument"
+         : error == cudaErrorIllegalAddress       ? "an illegal memory access was encountered"
                                                   : cuda_on_cpu::report.c_str();
 }
 
@@ -82,6 +93,7 @@ inline cudaError_t cudaGetDevice(int* device) {
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   *value = attribute == cudaDevAttrMultiProcessorCount       ? cuda_on_cpu::multiprocessors()
            : attribute == cudaDevAttrComputeCapabilityMajor  ? cuda_on_cpu::capability()
+           : attribute == cudaDevAttrComputeCapabilityMinor  ? 0
            : attribute == cudaDevAttrMaxSharedMemoryPerBlock ? cuda_on_cpu::kSharedByDefault
                                                              : cuda_on_cpu::shared_per_block();
   return cudaSuccess;

@@ -348,6 +348,41 @@ def test_what_does_not_fit_into_memory_is_a_memory_error(backend):
         specvis_kernels.tree_mask(ancestors, columns=2**31 - 1, lengths=torch.zeros(2**17).int(), backend=backend)
 
 
+@pytest.mark.skipif("cuda_emulated" not in backends("tree_links"), reason="needs the emulated CUDA kernels")
+@pytest.mark.parametrize("op, error, says", [
+    ("draw_tokens", 9, r"draw_tokens: CUDA error: invalid configuration argument$"),
+    ("tree_links", 700, r"tree_links: CUDA error: an illegal memory access .* kernel before this one: CUDA_LAUNCH_BLO"),
+    ("tree_links", 209, r"tree_links: .* for GPUs of compute capability none, and this GPU has 9.0: build .*_LIST=9.0"),
+])
+def test_an_error_of_the_device_is_the_ops_that_it_meets(monkeypatch, op, error, says):
+    """The message says which op it was, and the next op does not meet the error again."""
+    monkeypatch.setenv("CUDA_ON_CPU_ERROR", str(error))
+    with pytest.raises(RuntimeError, match=says):
+        run(op, *make(op, *inputs.CASES[op][1]), "cuda_emulated")
+    monkeypatch.delenv("CUDA_ON_CPU_ERROR")
+    run("tree_links", *make("tree_links", *inputs.CASES["tree_links"][1]), "cuda_emulated")
+
+
+@pytest.mark.parametrize("backend, says", [("cpu", "tree_mask: ValueError: not today"),
+                                           ("cuda_emulated", "tree_mask: CUDA error: an illegal memory access")])
+def test_not_every_failed_allocation_is_for_want_of_memory(monkeypatch, backend, says):
+    """After a fault of a kernel none succeeds, and torch may have other reasons. From torch 2.13 on it says them."""
+    if backend not in backends("tree_mask", DEVICE) or backend == "cpu" and torch.__version__ < "2.13":
+        pytest.skip("it is not built, or torch does not say why")
+
+    def refuse(*args, **kwargs):
+        raise ValueError("not today")
+
+    monkeypatch.setenv("CUDA_ON_CPU_ERROR", "700")
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("new_empty", refuse, "CPU")
+    try:
+        with pytest.raises(RuntimeError, match=says):
+            run("tree_mask", *make("tree_mask", *inputs.CASES["tree_mask"][1]), backend, check=False)
+    finally:
+        library._destroy()
+
+
 @pytest.mark.parametrize("op, backend", [(op, backend) for op, backend in EVERY if op in inputs.MUTATES])
 def test_what_is_written_to_shares_no_memory(op, backend):
     _, named, *_ = cases_of(op)

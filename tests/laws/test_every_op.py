@@ -12,6 +12,8 @@ import specvis_kernels
 from specvis_kernels import INVALID_ROW, backends
 from tests.kernels import inputs
 
+TAKES_NEIGHBORS = [op for op in inputs.CASES
+                   if "neighbors" in inspect.signature(getattr(specvis_kernels, op)).parameters]
 EVERY = [(op, backend) for op in inputs.CASES for backend in backends(op, inputs.DEVICE)]
 BATCHED = [(op, backend) for op, backend in EVERY if op not in inputs.UNBATCHED]
 ROWS = {"logits", "probs", "draft_probs", "target_probs"}  # first arguments whose rows may be invalid
@@ -163,9 +165,7 @@ def test_a_bad_row_is_reported_and_hurts_nobody_else(op, backend, bad):
         assert not name.endswith(("token", "tokens")) or 0 <= a.min() and a.max() < V
 
 
-@pytest.mark.parametrize("op, backend", [
-    (op, backend) for op, backend in EVERY
-    if "neighbors" in inspect.signature(getattr(specvis_kernels, op)).parameters])
+@pytest.mark.parametrize("op, backend", [(op, backend) for op, backend in EVERY if op in TAKES_NEIGHBORS])
 def test_neighbors_may_be_int64(op, backend):
     """Codes out of range are no neighbors, in int64 as in int32."""
     takes_neighbors = []
@@ -180,6 +180,24 @@ def test_neighbors_may_be_int64(op, backend):
         wide[::2, 1::3], wide[1::2, 1::3] = -2**63, 2**63 - 1
         got, expected = (run(op, (), named | {"neighbors": table}, backend) for table in (wide, narrow))
         assert all(map(same, got, expected))
+
+
+class IndexesNoUint16(TorchDispatchMode):
+    """As torch 2.10 on CUDA."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.name() != "aten::index.Tensor" or args[0].dtype != torch.uint16
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", TAKES_NEIGHBORS)
+def test_an_oracle_indexes_no_uint16(op):
+    calls = [make(op, *case) for case in inputs.CASES[op]]
+    tables = [by_name(op, *call)[1].get("neighbors") for call in calls]
+    assert any(table is not None and table.dtype == torch.uint16 for table in tables)
+    with IndexesNoUint16():
+        for call in calls:
+            run(op, *call, "oracle", check=False)
 
 
 @pytest.mark.parametrize("op", inputs.CASES)

@@ -31,8 +31,12 @@ def exact_probs(rows, V, seed=0, exact=True):
         return (probs * (0.1 + torch.rand(rows, 1, generator=g))).to(DEVICE)
     draws = (torch.rand(min(rows, MAX_ROWS), 2**16, generator=g) ** 4 * V).long()
     counts = torch.zeros(len(draws), V).scatter_add_(1, draws, torch.ones(()).expand_as(draws))
-    probs = (counts / 2**16)[:, torch.randperm(V, generator=g)].to(DEVICE)
-    return probs if rows <= MAX_ROWS else probs.repeat(-(-rows // MAX_ROWS), 1)[:rows]
+    return repeated((counts / 2**16)[:, torch.randperm(V, generator=g)].to(DEVICE), rows)
+
+
+def repeated(drawn, rows):
+    """(rows, V): the drawn rows, again and again."""
+    return drawn if rows == len(drawn) else drawn.repeat(-(-rows // max(len(drawn), 1)), 1)[:rows]
 
 
 def exact_uniforms(*shape, seed=0):

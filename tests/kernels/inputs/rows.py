@@ -3,7 +3,17 @@ import torch
 
 from specvis_kernels.draw_tokens import _oracle as draw_tokens_oracle
 from specvis_kernels.guided_probs import _oracle as guided_probs_oracle
-from tests.kernels.inputs.common import CASES, DEVICE, exact_probs, exact_uniforms, ids_of, neighbor_table, noise_keys
+from tests.kernels.inputs.common import (
+    CASES,
+    DEVICE,
+    MAX_ROWS,
+    exact_probs,
+    exact_uniforms,
+    ids_of,
+    neighbor_table,
+    noise_keys,
+    repeated,
+)
 
 # guided_probs: logits are multiples of 1/8, guidance of 1/2, temperatures powers of two: exact until the exp.
 CASES["guided_probs"] = [
@@ -24,7 +34,8 @@ def guided_probs(B, N, V, dtype=torch.float32, uncond=True, settings=None, range
     g = torch.Generator().manual_seed(B + N + V)
 
     def draw():
-        return (torch.randn(B, N, V, generator=g) * 16).round().div(8).to(DEVICE, dtype)
+        drawn = (torch.randn(min(B * N, MAX_ROWS), V, generator=g) * 16).round().div(8).to(DEVICE, dtype)
+        return repeated(drawn, B * N).view(B, N, V)
 
     guidance, temperature, top_k, top_p = torch.tensor(settings, device=DEVICE).repeat(B, 1)[:B].unbind(1)
     args = draw(), draw() if uncond else None, guidance, temperature, top_k.int(), top_p
