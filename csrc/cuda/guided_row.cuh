@@ -219,15 +219,20 @@ class GuidedRow {
     if (high) atomicAdd(&shared_->high[bin], high);
   }
 
-  // Of all blocks of the team.
-  __device__ int64_t bin_sum(unsigned bin) const {
-    int64_t sum = 0;
-#pragma unroll 1
-    for (unsigned block = 0; block < team_.size(); ++block) {
-      const RowShared* const from = in_block(shared_, block);
-      sum += static_cast<int64_t>(uint64_t{from->high[bin]} << 32 | from->low[bin]);
+  // Of all blocks of the team, which are asked at once. Counts have no high halves.
+  __device__ int64_t bin_sum(unsigned bin, bool by_mass) const {
+    unsigned low[kMaxCluster], high[kMaxCluster];
+#pragma unroll
+    for (unsigned block = 0; block < kMaxCluster; ++block) {
+      const bool exists = block < team_.size();
+      const RowShared* const from = in_block(shared_, exists ? block : 0);
+      low[block] = exists ? from->low[bin] : 0;
+      high[block] = exists && by_mass ? from->high[bin] : 0;
     }
-    return sum;
+    uint64_t sum = 0;
+#pragma unroll
+    for (unsigned block = 0; block < kMaxCluster; ++block) sum += uint64_t{high[block]} << 32 | low[block];
+    return static_cast<int64_t>(sum);
   }
 
   // The first of n values at which their running sum, with `above`, reaches the limit; n if it never does. `above`
@@ -267,7 +272,7 @@ class GuidedRow {
     const auto bin_at = [&](unsigned w, unsigned i) { return kBins - 1 - w * share - i; };
     int64_t sum = 0;
 #pragma unroll 1
-    for (unsigned i = lane(); i < share; i += kWarp) sum += bin_sum(bin_at(own, i));
+    for (unsigned i = lane(); i < share; i += kWarp) sum += bin_sum(bin_at(own, i), search->by_mass);
     const uint64_t* const sums = team_.exchange(static_cast<uint64_t>(warp_sum(sum)));
     if (search->limit == 0) {
       int64_t whole = 0;
@@ -279,8 +284,8 @@ class GuidedRow {
     unsigned w = first_reaching(
         num_warps, [&](unsigned w) { return static_cast<int64_t>(sums[w]); }, search->limit, &search->above);
     if (w == num_warps) return kBins;
-    return bin_at(
-        w, first_reaching(share, [&](unsigned i) { return bin_sum(bin_at(w, i)); }, search->limit, &search->above));
+    const auto value = [&](unsigned i) { return bin_sum(bin_at(w, i), search->by_mass); };
+    return bin_at(w, first_reaching(share, value, search->limit, &search->above));
   }
 
   // The lowest logit such that less than top_k logits are greater, or that the mass of the greater ones that are kept
