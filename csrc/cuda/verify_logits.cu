@@ -46,7 +46,8 @@ struct FilteredRows {
 
 constexpr int kLogitThreads = 256;  // at most: a thread has its entries of the row in registers beside all else
 
-template <class Entries, bool kHasDrafts>
+// One kernel with draft rows and without: a block has its multiprocessor to itself by either's registers.
+template <class Entries>
 __global__ void __launch_bounds__(kLogitThreads, 1)
     verify_logits_kernel(VerifyLogits batch, Layout layout, int64_t capacity) {
   Team team;
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(kLogitThreads, 1)
   FilteredRows<Entries> rows = {batch.rows, b,
                                 team,       reinterpret_cast<RowShared*>(shared),
                                 capacity,   Slices<float>(shared, scratch, layout, layout.row, team)};
-  verify<kHasDrafts>(team, batch, b, rows, batch.rows.temperature[b] == 0, layout, shared);
+  verify<true>(team, batch, b, rows, batch.rows.temperature[b] == 0, layout, shared);
 }
 
 constexpr int kSeedThreads = 512;  // at most
@@ -101,7 +102,7 @@ struct Launch {
 };
 
 cudaError_t launch_of(const VerifyLogits& batch, std::optional<Launch>* result) {
-  Kernel* kernel = batch.draft_probs ? verify_logits_kernel<Held, true> : verify_logits_kernel<Held, false>;
+  Kernel* kernel = verify_logits_kernel<Held>;
   Device device;
   cudaError_t error = device_for(kernel, &device);
   if (error != cudaSuccess) return error;
@@ -109,7 +110,7 @@ cudaError_t launch_of(const VerifyLogits& batch, std::optional<Launch>* result) 
   const int64_t most_blocks = device.has_clusters ? kMaxCluster : 1;
   const bool is_held = blocks <= most_blocks;
   if (!is_held) {
-    kernel = batch.draft_probs ? verify_logits_kernel<Streamed, true> : verify_logits_kernel<Streamed, false>;
+    kernel = verify_logits_kernel<Streamed>;
     error = device_for(kernel, &device);
     if (error != cudaSuccess) return error;
   }
