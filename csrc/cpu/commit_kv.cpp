@@ -18,13 +18,14 @@ void commit_kv_cpu(const CommitKv& batch) {
   const int64_t runs = moves.num_runs(), grain = kTaskBytes / ((moves.P + 1) * moves.inner + 1) + 1;
   parallel_for(runs * batch.num_caches, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      char* const cache = batch.caches[i / runs];
-      const int64_t run = i % runs, b = moves.row(run) % moves.B;
+      const int64_t run = i % runs, row = moves.row(run), b = row % moves.B;
+      char* const first = batch.caches[i / runs] + moves.begin(run) * moves.inner;
+      const auto at = [&](int64_t column) { return first + moves.place(row, column) * moves.inner; };
       if (!is_valid[b]) continue;
       for (int64_t n = 0; n <= moves.num_accepted[b]; ++n) {
         const int64_t from = moves.source(b, n), to = moves.target(b, n);
         if (from == to) continue;
-        std::memcpy(cache + moves.offset(run, to), cache + moves.offset(run, from), moves.inner);
+        std::memcpy(at(to), at(from), moves.inner);
       }
     }
   });

@@ -22,7 +22,8 @@ class BestOf {
   __device__ explicit BestOf(Team& team) : team_(team) {}
 
   // Finds the bound of the `count` largest entries. `own_largest` is order_of() the thread's own largest entry. Returns
-  // the largest of all, so one thread can tell all others that the row is not valid.
+  // the largest of all, so one thread can tell all others that the row is not valid. A barrier must separate this from
+  // the next call; rank() has one.
   __device__ uint32_t find_bound(uint32_t own_largest, int64_t count) {
     Shared& shared = shared_memory();
     own_largest_ = own_largest;
@@ -40,18 +41,28 @@ class BestOf {
       for (unsigned rank = 0; rank < team_.size(); ++rank) team_.shared_of(rank, shared.maxima)[own_group] = largest;
     }
     team_.sync();
-    if (threadIdx.x == 0 && count_ > groups) shared.bound = 0;
-    for (unsigned i = threadIdx.x; i < groups; i += blockDim.x) {
-      const uint32_t own = shared.maxima[i];
-      unsigned rank = 0;
+    // Each warp takes the largest maximum that is left until it has seen `count`, or there is none. For a small count,
+    // a lane's largest stands for all of its maxima; a lane counts equal ones once. So the bound may be lower than it
+    // could be.
+    const auto largest_to = [&](uint32_t limit) {
+      uint32_t result = 0;
 #pragma unroll 4
-      for (unsigned j = 0; j < groups; ++j) rank += shared.maxima[j] > own || (shared.maxima[j] == own && j < i);
-      if (rank == 0) shared.largest = own;
-      if (rank + 1 == count_) shared.bound = own;
+      for (unsigned i = lane(); i < groups; i += kWarp) {
+        const uint32_t maximum = shared.maxima[i];
+        result = ::max(result, maximum <= limit ? maximum : 0);
+      }
+      return result;
+    };
+    uint32_t own = largest_to(UINT32_MAX), highest = 0;
+#pragma unroll 1
+    for (unsigned seen = 0; true;) {
+      bound_ = __reduce_max_sync(kAllLanes, own);
+      highest = ::max(highest, bound_);
+      seen += __popc(__ballot_sync(kAllLanes, own == bound_));
+      if (seen >= count_ || bound_ == 0) break;
+      if (own == bound_) own = count_ * 8 <= kWarp * 5 ? 0 : largest_to(bound_ - 1);
     }
-    __syncthreads();
-    bound_ = shared.bound;
-    return shared.largest;
+    return highest;
   }
 
   // Then calls emit(rank, id, x) for the `count` largest entries above `floor`, the lower id first among equal ones.
@@ -93,7 +104,6 @@ class BestOf {
     uint64_t found[kMaxRanked];
     uint32_t maxima[kMaxGroups];
     unsigned num_found[2];  // for this row and for the one before
-    uint32_t bound, largest;
   };
   __device__ static Shared& shared_memory() {
     __shared__ Shared shared;

@@ -13,7 +13,7 @@
   kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__)
 // Launches clusters of `cluster` blocks; the grid is a multiple of `cluster`. Returns the error.
 #define LAUNCH_CLUSTERS(kernel, grid, cluster, block, shared_bytes, stream, ...) \
-  specvis::launch_clusters(kernel, grid, cluster, block, shared_bytes, stream, __VA_ARGS__)
+  cudaLaunchKernelEx(ClusterLaunch(grid, cluster, block, shared_bytes, stream).config(), kernel, __VA_ARGS__)
 #define DYNAMIC_SHARED(T, name)                                           \
   extern __shared__ __align__(16) unsigned char specvis_dynamic_shared[]; \
   T* const name = reinterpret_cast<T*>(specvis_dynamic_shared)
@@ -32,24 +32,27 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kWarp = 32;
 constexpr int kMaxWarps = 32;  // of one block
 
-#ifdef __CUDACC__
-template <class... Parameters, class... Arguments>
-cudaError_t launch_clusters(void (*kernel)(Parameters...), unsigned grid, unsigned cluster, unsigned block,
-                            size_t shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = cluster;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = cluster > 1;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
-}
-#endif
+// How clusters of `cluster` blocks are launched.
+class ClusterLaunch {
+ public:
+  ClusterLaunch(unsigned grid, unsigned cluster, unsigned block, size_t shared_bytes, cudaStream_t stream) {
+    attribute_.id = cudaLaunchAttributeClusterDimension;
+    attribute_.val.clusterDim.x = cluster;
+    attribute_.val.clusterDim.y = attribute_.val.clusterDim.z = 1;
+    config_.gridDim = grid;
+    config_.blockDim = block;
+    config_.dynamicSmemBytes = shared_bytes;
+    config_.stream = stream;
+    config_.attrs = &attribute_;
+    config_.numAttrs = cluster > 1;
+  }
+
+  const cudaLaunchConfig_t* config() const { return &config_; }
+
+ private:
+  cudaLaunchAttribute attribute_ = {};
+  cudaLaunchConfig_t config_ = {};
+};
 
 // The number of blocks of a grid. A launch of more than a grid can have is refused by CUDA.
 inline unsigned blocks_for(int64_t count) { return static_cast<unsigned>(count <= INT32_MAX ? count : UINT32_MAX); }

@@ -1,5 +1,5 @@
-// commit_kv on CUDA: one thread per place in a column of a run. It moves what stands there, column after column, so no
-// thread touches what another one does.
+// commit_kv on CUDA: one thread per place in a column of a run of a cache, which is blockIdx.y. It moves what stands
+// there, column after column, so no thread touches what another one does.
 #include "../shared/params.h"
 #include "block.cuh"
 
@@ -10,18 +10,20 @@ constexpr int kThreads = 256;
 constexpr int kInFlight = 4;  // columns that a thread reads before it writes them
 
 template <class Unit>
-__global__ void __launch_bounds__(kThreads) commit_kv_kernel(CommitKv batch, int64_t units, int64_t total) {
+__global__ void __launch_bounds__(kThreads) commit_kv_kernel(CommitKv batch, uint32_t units, uint32_t total) {
   const Moves& moves = batch.moves;
-  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const uint32_t i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= total) {  // the threads after them
     const int64_t b = i - total;
-    if (batch.new_lengths && b < moves.B) batch.new_lengths[b] = moves.new_length(b);
+    if (batch.new_lengths && blockIdx.y == 0 && b < moves.B) batch.new_lengths[b] = moves.new_length(b);
     return;
   }
-  const int64_t run = i / units % moves.num_runs(), b = moves.row(run) % moves.B;
+  const uint32_t run = i / units, row = moves.row(run), b = row % static_cast<uint32_t>(moves.B);
   if (!moves.is_valid(b)) return;
-  char* cache = batch.caches[i / units / moves.num_runs()] + i % units * sizeof(Unit);
-  const auto at = [&](int64_t column) { return reinterpret_cast<Unit*>(cache + moves.offset(run, column)); };
+  char* const first = batch.caches[blockIdx.y] + moves.begin(run) * moves.inner + (i - run * units) * sizeof(Unit);
+  const auto at = [&](int64_t column) {
+    return reinterpret_cast<Unit*>(first + moves.place(row, column) * moves.inner);
+  };
   const int64_t last = moves.num_accepted[b];
   for (int64_t n = moves.source(b, 0) == moves.target(b, 0); n <= last; n += kInFlight) {
     Unit held[kInFlight];
@@ -38,10 +40,11 @@ __global__ void __launch_bounds__(kThreads) commit_kv_kernel(CommitKv batch, int
 
 template <class Unit>
 cudaError_t launch(const CommitKv& batch, cudaStream_t stream) {
-  const int64_t units = batch.moves.inner / static_cast<int64_t>(sizeof(Unit));
-  const int64_t total = batch.num_caches * batch.moves.num_runs() * units;
+  const int64_t units = batch.moves.inner / static_cast<int64_t>(sizeof(Unit)), total = batch.moves.num_runs() * units;
   const int64_t blocks = (total + batch.moves.B + kThreads - 1) / kThreads;
-  LAUNCH(commit_kv_kernel<Unit>, blocks_for(blocks), kThreads, 0, stream, batch, units, total);
+  const bool fits = blocks * kThreads <= UINT32_MAX;  // else CUDA refuses the launch
+  LAUNCH(commit_kv_kernel<Unit>, dim3(blocks_for(fits ? blocks : INT64_MAX), static_cast<unsigned>(batch.num_caches)),
+         kThreads, 0, stream, batch, static_cast<uint32_t>(units), static_cast<uint32_t>(total));
   return cudaGetLastError();
 }
 

@@ -48,17 +48,12 @@ __global__ void __launch_bounds__(kMaxDraftThreads, 1) draft_children_kernel(Dra
   if (team.size() > 1) team.sync();
 }
 
-template <class T>
-cudaError_t launch(const DraftChildren& batch, cudaStream_t stream) {
-  return launch_rows<T>(draft_children_kernel<Held<T>>, draft_children_kernel<Streamed<T>>, batch,
-                        batch.rows.B * batch.rows.N, stream, kMaxDraftThreads);
-}
-
 }  // namespace
 
 cudaError_t draft_children_cuda(const DraftChildren& batch, cudaStream_t stream) {
   if (batch.rows.B == 0) return cudaSuccess;
-  return of_type(batch.rows.type, [&](auto x) { return launch<decltype(x)>(batch, stream); });
+  return launch_rows(draft_children_kernel<Held>, draft_children_kernel<Streamed>, batch, batch.rows.B * batch.rows.N,
+                     stream, kMaxDraftThreads);
 }
 
 }  // namespace specvis

@@ -66,21 +66,16 @@ __global__ void __launch_bounds__(kMaxDraftThreads, 1) draft_frontier_kernel(Dra
   }
 }
 
-template <class T>
-cudaError_t launch(const DraftFrontier& batch, cudaStream_t stream) {
-  const int64_t B = batch.rows.B, F = batch.rows.N;
-  const cudaError_t error = launch_rows<T>(draft_frontier_kernel<Held<T>>, draft_frontier_kernel<Streamed<T>>, batch,
-                                           B * F, stream, kMaxDraftThreads);
-  if (error != cudaSuccess || F == 1) return error;
-  LAUNCH(frontier_kernel, blocks_for(B), threads_for(F * batch.K, kThreads), 0, stream, batch);
-  return cudaGetLastError();
-}
-
 }  // namespace
 
 cudaError_t draft_frontier_cuda(const DraftFrontier& batch, cudaStream_t stream) {
   if (batch.rows.B == 0) return cudaSuccess;
-  return of_type(batch.rows.type, [&](auto x) { return launch<decltype(x)>(batch, stream); });
+  const int64_t B = batch.rows.B, F = batch.rows.N;
+  const cudaError_t error =
+      launch_rows(draft_frontier_kernel<Held>, draft_frontier_kernel<Streamed>, batch, B * F, stream, kMaxDraftThreads);
+  if (error != cudaSuccess || F == 1) return error;
+  LAUNCH(frontier_kernel, blocks_for(B), threads_for(F * batch.K, kThreads), 0, stream, batch);
+  return cudaGetLastError();
 }
 
 }  // namespace specvis

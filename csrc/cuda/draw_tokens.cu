@@ -30,12 +30,6 @@ __global__ void __launch_bounds__(kMaxRowThreads) draw_tokens_kernel(DrawTokens 
   atomicMin(reinterpret_cast<unsigned*>(batch.num_accepted + b), num_leading);
 }
 
-template <class T>
-cudaError_t launch(const DrawTokens& batch, cudaStream_t stream) {
-  return launch_rows<T>(draw_tokens_kernel<Held<T>>, draw_tokens_kernel<Streamed<T>>, batch,
-                        batch.rows.B * batch.rows.N, stream);
-}
-
 }  // namespace
 
 cudaError_t draw_tokens_cuda(const DrawTokens& batch, cudaStream_t stream) {
@@ -45,7 +39,8 @@ cudaError_t draw_tokens_cuda(const DrawTokens& batch, cudaStream_t stream) {
     const cudaError_t error = cudaMemsetAsync(batch.num_accepted, 0xff, bytes, stream);
     if (error != cudaSuccess) return error;
   }
-  return of_type(batch.rows.type, [&](auto x) { return launch<decltype(x)>(batch, stream); });
+  return launch_rows(draw_tokens_kernel<Held>, draw_tokens_kernel<Streamed>, batch, batch.rows.B * batch.rows.N,
+                     stream);
 }
 
 }  // namespace specvis

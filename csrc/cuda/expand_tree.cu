@@ -27,6 +27,7 @@ __device__ void expand_node(const ExpandTree& batch, int64_t r, int64_t count, B
       for (int64_t v = threadIdx.x; v < batch.V; v += blockDim.x) f(v, probs[v]);
     };
     valid = find_children(best, for_each, again, score, count, tokens, child_scores);
+    if (!valid) __syncthreads();  // other warps still look for this row's bound
   }
   if (threadIdx.x == 0) batch.status[r] = valid ? 0 : kInvalidRow;
 }

@@ -16,17 +16,12 @@ __global__ void __launch_bounds__(kMaxRowThreads) guided_probs_kernel(GuidedProb
   if (team.thread() == 0) batch.status[r] = row.valid() ? 0 : kInvalidRow;
 }
 
-template <class T>
-cudaError_t launch(const GuidedProbs& batch, cudaStream_t stream) {
-  return launch_rows<T>(guided_probs_kernel<Held<T>>, guided_probs_kernel<Streamed<T>>, batch,
-                        batch.rows.B * batch.rows.N, stream);
-}
-
 }  // namespace
 
 cudaError_t guided_probs_cuda(const GuidedProbs& batch, cudaStream_t stream) {
   if (batch.rows.B * batch.rows.N == 0) return cudaSuccess;
-  return of_type(batch.rows.type, [&](auto x) { return launch<decltype(x)>(batch, stream); });
+  return launch_rows(guided_probs_kernel<Held>, guided_probs_kernel<Streamed>, batch, batch.rows.B * batch.rows.N,
+                     stream);
 }
 
 }  // namespace specvis

@@ -16,16 +16,14 @@ struct RowShared {
   int32_t top_k;                         // the row's; 0: off
   float top_p;
   float found;
-  float least[kMaxWarps];     // the least finite logit of the row, for each warp to read
-  alignas(16) float copy[1];  // and more, for Streamed
+  float least[kMaxWarps];  // the least finite logit of the row, for each warp to read
+  float4 copy[1];          // and more, for Streamed
 };
 
 // A row. All threads of the team have an object each, and call its methods together.
 template <class Entries>
 class GuidedRow {
  public:
-  static constexpr int kWide = Entries::kWide, kUnit = Entries::kUnit;
-
   // Reads row r, and finds which ids the filters keep: the ids whose logits are not below lowest(). At temperature 0
   // these are all. A kernel may read one row after the other, if all threads were together, in a method of its team,
   // since the last use of the row before.
@@ -81,29 +79,16 @@ class GuidedRow {
     if (is_corrected_) {
       entries_.change(packs_, [&](float e) { return sum_.corrected(e); });
     } else {
-      entries_.change_units(packs_, [&](float e) { return e / sum_.divisor; });
+      entries_.change_in_turn(packs_, [&](float e) { return e / sum_.divisor; });
     }
   }
 
   // After to_probs(): calls f(id, p) for the thread's own ids of the row's range.
   template <class F>
-  __device__ void for_each(F f) const {
-    entries_.for_each_pack(packs_, [&](int pack, const float (&x)[kWide]) {
-      const bool is_whole = packs_.is_whole(pack);
-#pragma unroll
-      for (int j = 0; j < kWide; ++j) {
-        const int id = packs_.id(pack) + j;
-        if (is_whole || packs_.has(id)) f(int64_t{id}, prob(x[j]));
-      }
-    });
-  }
-
-  // Calls f as the function above does, for an f with much code.
-  template <class F>
   __device__ void for_each_prob(F f) const {
-    entries_.for_each_unit(packs_, [&](int first, const float (&x)[Entries::kUnit]) {
+    entries_.for_each_in_turn(packs_, [&](int first, const float (&x)[kWide]) {
 #pragma unroll
-      for (int j = 0; j < Entries::kUnit; ++j)
+      for (int j = 0; j < kWide; ++j)
         if (packs_.has(first + j)) f(int64_t{first + j}, prob(x[j]));
     });
   }
@@ -132,10 +117,10 @@ class GuidedRow {
   __device__ void for_each_logit(F f) const {
     entries_.for_each(packs_, f);
   }
-  // Calls f(id of x[0], x) for units of neighboring logits.
+  // Calls f(id of x[0], x) for packs of neighboring logits.
   template <class F>
   __device__ void for_each_logits(F f) const {
-    entries_.for_each_unit(packs_, f);
+    entries_.for_each_in_turn(packs_, f);
   }
   __device__ bool is_sampled() const { return shared_->is_sampled; }
   // Greedy: from now on only the largest logits are kept.
@@ -161,25 +146,19 @@ class GuidedRow {
   // Calls f(x) for the own entries, by little code.
   template <class F>
   __device__ void for_each_once(F f) const {
-    entries_.for_each_unit(packs_, [&](int, const float (&x)[kUnit]) {
+    entries_.for_each_in_turn(packs_, [&](int, const float (&x)[kWide]) {
 #pragma unroll
-      for (int j = 0; j < kUnit; ++j) f(x[j]);
+      for (int j = 0; j < kWide; ++j) f(x[j]);
     });
   }
 
-  // If `is_aligned`, a pack's places follow each other, and can be divided by 16 bytes.
+  // If `is_aligned`, a pack's places follow each other, from a multiple of 16 bytes on.
   template <class At>
   __device__ void write(bool is_aligned, const At& at) const {
-    entries_.for_each_pack(packs_, [&](int pack, const float (&x)[kWide]) {
-      const int first = packs_.id(pack);
-      if constexpr (kWide % 4 == 0) {
-        if (is_aligned && packs_.is_whole(pack)) {
-          float* const to = at(first);
-#pragma unroll
-          for (int j = 0; j < kWide; j += 4)
-            *reinterpret_cast<float4*>(to + j) = {prob(x[j]), prob(x[j + 1]), prob(x[j + 2]), prob(x[j + 3])};
-          return;
-        }
+    entries_.for_each_pack(packs_, [&](int first, const float (&x)[kWide]) {
+      if (is_aligned && first >= packs_.first && first + kWide <= packs_.last) {
+        *reinterpret_cast<float4*>(at(first)) = {prob(x[0]), prob(x[1]), prob(x[2]), prob(x[3])};
+        return;
       }
 #pragma unroll
       for (int j = 0; j < kWide; ++j)
@@ -219,15 +198,20 @@ class GuidedRow {
     if (high) atomicAdd(&shared_->high[bin], high);
   }
 
-  // Of all blocks of the team.
-  __device__ int64_t bin_sum(unsigned bin) const {
-    int64_t sum = 0;
-#pragma unroll 1
-    for (unsigned block = 0; block < team_.size(); ++block) {
-      const RowShared* const from = in_block(shared_, block);
-      sum += static_cast<int64_t>(uint64_t{from->high[bin]} << 32 | from->low[bin]);
+  // Of all blocks of the team, which are asked at once. Counts have no high halves.
+  __device__ int64_t bin_sum(unsigned bin, bool by_mass) const {
+    unsigned low[kMaxCluster], high[kMaxCluster];
+#pragma unroll
+    for (unsigned block = 0; block < kMaxCluster; ++block) {
+      const bool exists = block < team_.size();
+      const RowShared* const from = in_block(shared_, exists ? block : 0);
+      low[block] = exists ? from->low[bin] : 0;
+      high[block] = exists && by_mass ? from->high[bin] : 0;
     }
-    return sum;
+    uint64_t sum = 0;
+#pragma unroll
+    for (unsigned block = 0; block < kMaxCluster; ++block) sum += uint64_t{high[block]} << 32 | low[block];
+    return static_cast<int64_t>(sum);
   }
 
   // The first of n values at which their running sum, with `above`, reaches the limit; n if it never does. `above`
@@ -267,7 +251,7 @@ class GuidedRow {
     const auto bin_at = [&](unsigned w, unsigned i) { return kBins - 1 - w * share - i; };
     int64_t sum = 0;
 #pragma unroll 1
-    for (unsigned i = lane(); i < share; i += kWarp) sum += bin_sum(bin_at(own, i));
+    for (unsigned i = lane(); i < share; i += kWarp) sum += bin_sum(bin_at(own, i), search->by_mass);
     const uint64_t* const sums = team_.exchange(static_cast<uint64_t>(warp_sum(sum)));
     if (search->limit == 0) {
       int64_t whole = 0;
@@ -279,8 +263,8 @@ class GuidedRow {
     unsigned w = first_reaching(
         num_warps, [&](unsigned w) { return static_cast<int64_t>(sums[w]); }, search->limit, &search->above);
     if (w == num_warps) return kBins;
-    return bin_at(
-        w, first_reaching(share, [&](unsigned i) { return bin_sum(bin_at(w, i)); }, search->limit, &search->above));
+    const auto value = [&](unsigned i) { return bin_sum(bin_at(w, i), search->by_mass); };
+    return bin_at(w, first_reaching(share, value, search->limit, &search->above));
   }
 
   // The lowest logit such that less than top_k logits are greater, or that the mass of the greater ones that are kept
@@ -406,17 +390,17 @@ class GuidedRow {
 
   Team& team_;
   RowShared* shared_;
-  typename Entries::Row packs_;
+  Packs packs_;
   Entries entries_;
   bool valid_, is_corrected_ = false;
   float best_ = 0, lowest_ = -INFINITY;
   Divider sum_{1.0f};
 };
 
-// How many packs of Held<T> the longest row of the batch has.
-template <class T>
-int64_t packs_of(const LogitRows& rows) {
-  constexpr int64_t kWide = Held<T>::kWide;
+constexpr int64_t kPackBytes = sizeof(float4);  // of Streamed
+
+// How many packs the longest row of the batch has.
+inline int64_t packs_of(const LogitRows& rows) {
   const bool is_aligned = rows.V % kWide == 0 && reinterpret_cast<uintptr_t>(rows.logits) % 16 == 0;
   const int64_t before = is_aligned ? rows.first_id % kWide : kWide - 1;
   return (before + rows.last_id - rows.first_id + kWide - 1) / kWide;
@@ -426,12 +410,11 @@ int64_t packs_of(const LogitRows& rows) {
 // row of the batch fits into a team's registers, or else streamed. Teams are clusters where the GPU has these, of more
 // blocks where there are few teams, so that every multiprocessor has work. The kernel's dynamic shared memory is a
 // RowShared.
-template <class T, class Batch>
+template <class Batch>
 cudaError_t launch_rows(void (*held)(Batch, int64_t), void (*streamed)(Batch, int64_t), const Batch& batch,
                         int64_t teams, cudaStream_t stream, int64_t max_threads = kMaxRowThreads) {
   const LogitRows& rows = batch.rows;
-  constexpr int64_t kPacks = Held<T>::kPacks;
-  const int64_t ids = rows.last_id - rows.first_id, packs = packs_of<T>(rows);
+  const int64_t packs = packs_of(rows);
 
   Device device;
   cudaError_t error = device_for(held, &device);
@@ -439,7 +422,7 @@ cudaError_t launch_rows(void (*held)(Batch, int64_t), void (*streamed)(Batch, in
   const int64_t most_threads =
       std::min<int64_t>(device.has_clusters ? kMaxRowThreads / 2 : kMaxRowThreads, max_threads);
   const int64_t most_blocks = device.has_clusters ? kMaxCluster : 1;
-  const bool is_held = packs <= most_blocks * most_threads * kPacks;
+  const bool is_held = packs <= most_blocks * most_threads * kHeldPacks;
   if (!is_held) error = device_for(streamed, &device);
   if (error != cudaSuccess) return error;
 
@@ -455,18 +438,16 @@ cudaError_t launch_rows(void (*held)(Batch, int64_t), void (*streamed)(Batch, in
   };
   int64_t threads = most_threads, capacity = 0;
   if (is_held) {
-    while (of_thread(most_threads) > kPacks) cluster *= 2;
+    while (of_thread(most_threads) > kHeldPacks) cluster *= 2;
     const int64_t own = (packs + cluster - 1) / cluster;
     // Where every multiprocessor has a block anyway, few threads with many entries have less to wait for.
-    threads = threads_of(teams * cluster < device.multiprocessors ? own : (own + kPacks - 1) / kPacks);
+    threads = threads_of(teams * cluster < device.multiprocessors ? own : (own + kHeldPacks - 1) / kHeldPacks);
   } else {
-    const int64_t one = threads * static_cast<int64_t>(sizeof(float)),
-                  most = std::max<int64_t>(device.shared - base, 0) / one;
-    const auto own = [&] { return (ids + cluster * threads - 1) / (cluster * threads); };
-    while (own() > most && cluster * 2 <= most_blocks) cluster *= 2;
-    capacity = own() <= most ? own() : rows.id_range ? most : 0;
+    const int64_t most = std::max<int64_t>(device.shared - base, 0) / (threads * kPackBytes);
+    while (of_thread(threads) > most && cluster * 2 <= most_blocks) cluster *= 2;
+    capacity = of_thread(threads) <= most ? of_thread(threads) : rows.id_range ? most : 0;
   }
-  const int64_t shared = base + capacity * threads * static_cast<int64_t>(sizeof(float));
+  const int64_t shared = base + capacity * threads * kPackBytes;
   return LAUNCH_CLUSTERS(is_held ? held : streamed, static_cast<unsigned>(teams * cluster),
                          static_cast<unsigned>(cluster), static_cast<unsigned>(threads), static_cast<size_t>(shared),
                          stream, batch, capacity);

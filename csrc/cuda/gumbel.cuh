@@ -21,9 +21,9 @@ __device__ unsigned list_kept(const GuidedRow<Entries>& row, RowShared* shared) 
   if (lane() == kWarp - 1) before = atomicAdd(&shared->num_kept, at);
   at += __shfl_sync(kAllLanes, before, kWarp - 1) - own;
   if (own > 0)
-    row.for_each_logits([&](int id, const float (&x)[Entries::kUnit]) {
+    row.for_each_logits([&](int id, const float (&x)[kWide]) {
 #pragma unroll
-      for (int j = 0; j < Entries::kUnit; ++j) {
+      for (int j = 0; j < kWide; ++j) {
         if (x[j] < row.lowest()) continue;
         if (at < kMaxListed) {
           shared->low[at] = static_cast<unsigned>(id + j);
@@ -36,11 +36,8 @@ __device__ unsigned list_kept(const GuidedRow<Entries>& row, RowShared* shared) 
   return shared->num_kept;
 }
 
-// The words of an id, and of four neighboring ids.
-__device__ inline void words_from(const Noise& noise, int id, uint32_t (&words)[1]) {
-  words[0] = noise.word(static_cast<uint32_t>(id));
-}
-__device__ inline void words_from(const Noise& noise, int id, uint32_t (&words)[4]) {
+// The words of four neighboring ids.
+__device__ inline void words_from(const Noise& noise, int id, uint32_t (&words)[kWide]) {
   const int block = id >> 2, ahead = id & 3;
   noise.words(static_cast<uint32_t>(block), words);
   if (ahead == 0) return;
@@ -67,15 +64,15 @@ __device__ int64_t best_score(Team& team, const GuidedRow<Entries>& row, const R
     for (unsigned j = threadIdx.x; j < num_kept; j += blockDim.x)
       offer(shared->low[j], __uint_as_float(shared->high[j]), noise.word(shared->low[j]));
   } else {
-    row.for_each_logits([&](int id, const float (&x)[Entries::kUnit]) {
+    row.for_each_logits([&](int id, const float (&x)[kWide]) {
       bool any = false;
 #pragma unroll
-      for (int j = 0; j < Entries::kUnit; ++j) any |= x[j] >= row.lowest();
+      for (int j = 0; j < kWide; ++j) any |= x[j] >= row.lowest();
       if (!any) return;
-      uint32_t words[Entries::kUnit];
+      uint32_t words[kWide];
       words_from(noise, id, words);
 #pragma unroll
-      for (int j = 0; j < Entries::kUnit; ++j)
+      for (int j = 0; j < kWide; ++j)
         if (x[j] >= row.lowest()) offer(static_cast<unsigned>(id + j), x[j], words[j]);
     });
   }

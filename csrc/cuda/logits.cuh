@@ -2,7 +2,6 @@
 // keeps its own entries in registers (Held), or in shared memory where they are too many for the largest team. If they
 // do not fit there either, each thread reads its entries again in every pass (Streamed).
 #pragma once
-#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "../shared/params.h"
@@ -13,22 +12,15 @@ namespace {
 
 constexpr int kBins = 2048;                                // bins of a histogram
 constexpr unsigned kMaxCandidates = 64;                    // entries of a bin that one warp looks at
-constexpr int kRowEntries = 16;                            // how many a thread keeps in registers
+constexpr int kWide = 4;                                   // entries of a pack, which are loaded at once
+constexpr int kHeldPacks = 4;                              // how many a thread keeps in registers
+constexpr int kInFlight = 2;                               // how many it loads before it uses the first
 constexpr unsigned kMaxRowThreads = 1024;                  // in a block: a thread has 64 registers
 constexpr unsigned kMaxDraftThreads = kMaxRowThreads / 2;  // for kernels that do more with a row: a thread may have 128
 
-__device__ inline float value(float x) { return x; }
-__device__ inline float value(__half x) { return __half2float(x); }
-__device__ inline float value(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-// f of a number of this type.
-template <class F>
-cudaError_t of_type(FloatType type, F f) {
-  switch (type) {
-    case FloatType::float16: return f(__half());
-    case FloatType::bfloat16: return f(__nv_bfloat16());
-    default: return f(float());
-  }
+__device__ inline float of_bfloat16(unsigned bits) { return __uint_as_float(bits << 16); }
+__device__ inline float of_float16(unsigned bits) {
+  return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
 }
 
 // The ids [first, first + count) of a row. If the range is not valid, these are other ids that may be read.
@@ -61,14 +53,11 @@ struct Extremes {
   }
 };
 
-// The row in packs of aligned entries. The first and the last may reach beyond the row.
-template <class T, int kWide>
+// The row in packs of aligned entries, of 8 or 16 bytes. The first and the last may reach beyond the row. Of which type
+// the entries are, is asked when they are loaded: the same for all threads, and everything after that stands once.
 struct Packs {
-  struct alignas(kWide * sizeof(T)) Pack {
-    T values[kWide];
-  };
-
-  const T *cond, *uncond;  // where id 0 is; uncond may be null
+  FloatType type;
+  const char *cond, *uncond;  // where id 0 is; uncond may be null
   float guidance;
   Divider temperature;
   bool is_divided;        // else the temperature is 1
@@ -77,38 +66,113 @@ struct Packs {
 
   // Temperature 0 counts as 1.
   __device__ Packs(const LogitRows& rows, int64_t r, const IdRange& range)
-      : cond(static_cast<const T*>(rows.logits) + r * rows.V),
-        uncond(rows.uncond ? static_cast<const T*>(rows.uncond) + r * rows.V : nullptr),
+      : type(rows.type), cond(static_cast<const char*>(rows.logits) + (r * rows.V << shift())),
+        uncond(rows.uncond ? static_cast<const char*>(rows.uncond) + (r * rows.V << shift()) : nullptr),
         guidance(rows.guidance[request_of(rows, r)]), temperature(divisor_of(rows.temperature[request_of(rows, r)])),
         is_divided(temperature.divisor != 1), first(static_cast<int>(range.first)),
         last(static_cast<int>(range.first + range.count)) {
-    const uintptr_t c = reinterpret_cast<uintptr_t>(cond + first), u = reinterpret_cast<uintptr_t>(uncond + first);
-    base = first - static_cast<int>(c % sizeof(Pack) / sizeof(T));
-    is_aligned = !uncond || (c - u) % sizeof(Pack) == 0;
+    const auto ahead = [&](const char* row) {  // entries of the first pack before the row
+      return static_cast<int>(((reinterpret_cast<uintptr_t>(row) >> shift()) + range.first) % kWide);
+    };
+    base = first - ahead(cond);
+    is_aligned = !uncond || ahead(cond) == ahead(uncond);
   }
 
-  __device__ int size() const { return (last - base + kWide - 1) / kWide; }
+  __device__ int count() const { return (last - base + kWide - 1) / kWide; }
   __device__ int id(int pack) const { return base + pack * kWide; }
   __device__ bool has(int id) const { return id >= first && id < last; }
   __device__ bool is_whole(int pack) const { return id(pack) >= first && id(pack) + kWide <= last; }
-  __device__ bool can_load(int pack) const { return is_aligned && is_whole(pack); }
 
-  __device__ void load(int pack, Pack* c, Pack* u) const {
-    *c = *reinterpret_cast<const Pack*>(cond + id(pack));
-    if (uncond) *u = *reinterpret_cast<const Pack*>(uncond + id(pack));
+  // Reads some packs, each `step` after the one before. Calls use(p, x) with the logits of the p-th, and returns a bit
+  // for each that needs read_any().
+  template <class Use>
+  __device__ unsigned read(int pack, int step, Extremes* extremes, const Use& use) const {
+    const auto can_load = [&](int p) { return is_aligned && is_whole(pack + p * step); };
+    uint4 c[kInFlight], u[kInFlight];
+    const auto load = [&](auto of_type) {
+#pragma unroll
+      for (int p = 0; p < kInFlight; ++p) {
+        if (!can_load(p)) continue;
+        const int64_t at = id(pack + p * step) * int64_t{sizeof of_type / kWide};
+        put(c + p, *reinterpret_cast<const decltype(of_type)*>(cond + at));
+        if (uncond) put(u + p, *reinterpret_cast<const decltype(of_type)*>(uncond + at));
+      }
+    };
+    if (type == FloatType::float32) {
+      load(uint4());
+    } else {
+      load(uint2());
+    }
+    unsigned others = 0;
+#pragma unroll
+    for (int p = 0; p < kInFlight; ++p) {
+      float x[kWide];
+      if (!can_load(p) || !logits_of(c[p], u[p], x)) {
+        others |= 1u << p;
+        continue;
+      }
+#pragma unroll
+      for (int j = 0; j < kWide; ++j) extremes->add(x[j]);
+      use(p, x);
+    }
+    return others;
   }
 
-  // What load() has read -> logits. Returns false if one of them asks for use_any().
-  __device__ bool use(const Pack& c, const Pack& u, float (&x)[kWide]) const {
+  // Any pack -> logits; -inf beyond the row.
+  __device__ void read_any(int pack, float (&x)[kWide], Extremes* extremes) const {
+    constexpr float infinity = INFINITY;
+#pragma unroll 1
+    for (int i = id(pack); i < id(pack) + kWide; ++i) {
+      const int own = min(max(i, first), last - 1);
+      const float c = entry(cond, own);
+      float logit = c;
+      if (uncond) {
+        const float u = entry(uncond, own);
+        logit = c == -infinity && u < infinity ? -infinity : u + guidance * (c - u);
+      }
+      if (is_divided && !(logit == -infinity && temperature.can_correct())) logit /= temperature.divisor;
+      if (!has(i)) logit = -infinity;
+      extremes->bad |= !(logit < infinity);
+      if (logit > -infinity) extremes->add(logit);
+#pragma unroll
+      for (int j = 0; j < kWide; ++j) x[j] = j + 1 < kWide ? x[j + 1] : logit;  // registers have no index
+    }
+  }
+
+ private:
+  __device__ int shift() const { return type == FloatType::float32 ? 2 : 1; }  // of an entry's bytes
+  __device__ static void put(uint4* to, const uint4& words) { *to = words; }
+  __device__ static void put(uint4* to, const uint2& words) { to->x = words.x, to->y = words.y; }
+
+  __device__ float entry(const char* row, int id) const {
+    if (type == FloatType::float32) return reinterpret_cast<const float*>(row)[id];
+    const unsigned bits = reinterpret_cast<const uint16_t*>(row)[id];
+    return type == FloatType::bfloat16 ? of_bfloat16(bits) : of_float16(bits);
+  }
+
+  // What was loaded -> logits. Returns false if one of them asks for read_any().
+  __device__ bool logits_of(const uint4& c, const uint4& u, float (&x)[kWide]) const {
+    float of_uncond[kWide];
+    const auto of_words = [](const uint4& words, float (&f)[kWide]) {
+      f[0] = __uint_as_float(words.x), f[1] = __uint_as_float(words.y);
+      f[2] = __uint_as_float(words.z), f[3] = __uint_as_float(words.w);
+    };
+    const auto of_halves = [](const auto& value, const uint4& words, float (&f)[kWide]) {
+      f[0] = value(words.x & 0xffff), f[1] = value(words.x >> 16);
+      f[2] = value(words.y & 0xffff), f[3] = value(words.y >> 16);
+    };
+    if (type == FloatType::float32) {
+      of_words(c, x), of_words(u, of_uncond);
+    } else if (type == FloatType::bfloat16) {
+      of_halves(of_bfloat16, c, x), of_halves(of_bfloat16, u, of_uncond);
+    } else {
+      of_halves(of_float16, c, x), of_halves(of_float16, u, of_uncond);
+    }
     const float least = is_divided ? Divider::kLeast : -1.0f;
     bool is_usual = !is_divided || temperature.can_correct();
 #pragma unroll
     for (int j = 0; j < kWide; ++j) {
-      x[j] = value(c.values[j]);
-      if (uncond) {
-        const float u_j = value(u.values[j]);
-        x[j] = u_j + guidance * (x[j] - u_j);
-      }
+      if (uncond) x[j] = of_uncond[j] + guidance * (x[j] - of_uncond[j]);
       is_usual &= fabsf(x[j]) < Divider::kMost;
       is_usual &= fabsf(x[j]) > least;
     }
@@ -117,68 +181,29 @@ struct Packs {
     for (int j = 0; j < kWide; ++j) x[j] = temperature.corrected(x[j]);
     return is_usual;
   }
-
-  // Any pack -> logits; -inf beyond the row.
-  __device__ void use_any(int pack, float (&x)[kWide], Extremes* extremes) const {
-    constexpr float infinity = INFINITY;
-#pragma unroll
-    for (int j = 0; j < kWide; ++j) {
-      const int own = min(max(id(pack) + j, first), last - 1);
-      const float c = value(cond[own]);
-      x[j] = c;
-      if (uncond) {
-        const float u = value(uncond[own]);
-        x[j] = c == -infinity && u < infinity ? -infinity : u + guidance * (c - u);
-      }
-      if (is_divided && !(x[j] == -infinity && temperature.can_correct())) x[j] /= temperature.divisor;
-      if (!has(id(pack) + j)) x[j] = -infinity;
-      extremes->bad |= !(x[j] < infinity);
-      if (x[j] > -infinity) extremes->add(x[j]);
-    }
-  }
 };
 
-// The entries of a thread in registers: it has every threads()-th pack of 16 bytes.
-template <class T>
+// The entries of a thread in registers: it has every threads()-th pack.
 class Held {
  public:
-  static constexpr int kWide = 16 / sizeof(T), kPacks = kRowEntries / kWide, kUnit = 4;
-  using Row = Packs<T, kWide>;
-
-  __device__ Held(const Team& team, float*, int64_t)
+  __device__ Held(const Team& team, float4*, int64_t)
       : pack_(static_cast<int>(team.thread())), threads_(static_cast<int>(team.threads())) {}
 
-  __device__ void read(const Row& row, Extremes* extremes) {
-    unsigned unusual = 0;
+  __device__ void read(const Packs& row, Extremes* extremes) {
+    unsigned others = 0;
 #pragma unroll
-    for (int start = 0; start < kPacks; start += kInFlight) {
-      typename Row::Pack c[kInFlight], u[kInFlight];
+    for (int start = 0; start < kHeldPacks; start += kInFlight) {
+      others |= row.read(at(start), threads_, extremes, [&](int p, const float (&x)[kWide]) {
 #pragma unroll
-      for (int p = 0; p < kInFlight; ++p)
-        if (row.can_load(at(start + p))) row.load(at(start + p), c + p, u + p);
-#pragma unroll
-      for (int p = 0; p < kInFlight; ++p) {
-        float (&x)[kWide] = x_[start + p];
-        if (!row.can_load(at(start + p)) || !row.use(c[p], u[p], x)) {
-          unusual |= 1u << (start + p);
-        } else {
-#pragma unroll
-          for (int j = 0; j < kWide; ++j) extremes->add(x[j]);
-        }
-      }
+        for (int j = 0; j < kWide; ++j) x_[start + p][j] = x[j];
+      }) << start;
     }
 #pragma unroll 1
-    for (int p = 0; p < kPacks; ++p) {
-      if (!(unusual >> p & 1)) continue;
-      float x[kWide];
-#pragma unroll
-      for (int j = 0; j < kWide; ++j) x[j] = -INFINITY;
-      if (at(p) < row.size()) row.use_any(at(p), x, extremes);
-#pragma unroll
-      for (int q = 0; q < kPacks; ++q) {
-#pragma unroll
-        for (int j = 0; j < kWide; ++j) x_[q][j] = p == q ? x[j] : x_[q][j];
-      }
+    for (int p = 0; p < kHeldPacks; ++p) {
+      if (!(others >> p & 1)) continue;
+      float x[kWide] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+      if (at(p) < row.count()) row.read_any(at(p), x, extremes);
+      set(p, x);
     }
   }
 
@@ -186,128 +211,106 @@ class Held {
 
   // Calls f(x) for every entry, also for -inf beyond the row.
   template <class F>
-  __device__ void for_each(const Row&, F f) const {
+  __device__ void for_each(const Packs&, F f) const {
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
+    for (int p = 0; p < kHeldPacks; ++p) {
 #pragma unroll
       for (int j = 0; j < kWide; ++j) f(x_[p][j]);
     }
   }
   // Replaces every entry by f(x).
   template <class F>
-  __device__ void change(const Row&, F f) {
+  __device__ void change(const Packs&, F f) {
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
+    for (int p = 0; p < kHeldPacks; ++p) {
 #pragma unroll
       for (int j = 0; j < kWide; ++j) x_[p][j] = f(x_[p][j]);
     }
   }
-  // Calls f(pack, entries) for every pack of the thread.
+  // Calls f(id of x[0], x) for every pack of the thread.
   template <class F>
-  __device__ void for_each_pack(const Row& row, F f) const {
+  __device__ void for_each_pack(const Packs& row, F f) const {
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p)
-      if (at(p) < row.size()) f(at(p), x_[p]);
+    for (int p = 0; p < kHeldPacks; ++p)
+      if (at(p) < row.count()) f(row.id(at(p)), x_[p]);
   }
-  // For an f with much code, which stands once: calls f(id of x[0], x) for every unit of neighboring entries.
+  // The same for an f with much code, which stands once.
   template <class F>
-  __device__ void for_each_unit(const Row& row, F f) const {
+  __device__ void for_each_in_turn(const Packs& row, F f) const {
 #pragma unroll 1
-    for (int i = 0; i < kUnits && at(i / kUnitsAPack) < row.size(); ++i) {
-      float x[kUnit];
-      get(i, x);
-      f(row.id(at(i / kUnitsAPack)) + i % kUnitsAPack * kUnit, x);
+    for (int p = 0; p < kHeldPacks && at(p) < row.count(); ++p) {
+      float x[kWide];
+      get(p, x);
+      f(row.id(at(p)), x);
     }
   }
   template <class F>
-  __device__ void change_units(const Row&, F f) {
+  __device__ void change_in_turn(const Packs&, F f) {
 #pragma unroll 1
-    for (int i = 0; i < kUnits; ++i) {
-      float x[kUnit];
-      get(i, x);
+    for (int p = 0; p < kHeldPacks; ++p) {
+      float x[kWide];
+      get(p, x);
 #pragma unroll
-      for (int j = 0; j < kUnit; ++j) x[j] = f(x[j]);
-#pragma unroll
-      for (int own = 0; own < kUnits; ++own) {
-#pragma unroll
-        for (int j = 0; j < kUnit; ++j) entry(own, j) = i == own ? x[j] : entry(own, j);
-      }
+      for (int j = 0; j < kWide; ++j) x[j] = f(x[j]);
+      set(p, x);
     }
   }
   // Calls f(x) for those entries, few of all, for which is_wanted(x).
   template <class IsWanted, class F>
-  __device__ void for_each_of(const Row& row, const IsWanted& is_wanted, F f) const {
+  __device__ void for_each_of(const Packs&, const IsWanted& is_wanted, F f) const {
     unsigned wanted = 0;
 #pragma unroll
-    for (int i = 0; i < kRowEntries; ++i) wanted |= unsigned{is_wanted(entry(i / kUnit, i % kUnit))} << i;
+    for (int i = 0; i < kHeldPacks * kWide; ++i) wanted |= unsigned{is_wanted(x_[i / kWide][i % kWide])} << i;
 #pragma unroll 1
     for (; wanted; wanted &= wanted - 1) {
-      float one = entry(0, 0);  // the first of them
+      float one = x_[0][0];  // the first of them
 #pragma unroll
-      for (int i = 1; i < kRowEntries; ++i) one = wanted & ((1u << i) - 1) ? one : entry(i / kUnit, i % kUnit);
+      for (int i = 1; i < kHeldPacks * kWide; ++i) one = wanted & ((1u << i) - 1) ? one : x_[i / kWide][i % kWide];
       f(one);
     }
   }
 
  private:
-  static constexpr int kInFlight = 2;  // packs, of each of cond and uncond
-  static constexpr int kUnits = kRowEntries / kUnit, kUnitsAPack = kWide / kUnit;
-
   __device__ int at(int p) const { return pack_ + p * threads_; }
-  __device__ float& entry(int unit, int j) { return x_[unit / kUnitsAPack][unit % kUnitsAPack * kUnit + j]; }
-  __device__ float entry(int unit, int j) const { return x_[unit / kUnitsAPack][unit % kUnitsAPack * kUnit + j]; }
-  // A unit; registers cannot be indexed by a variable.
-  __device__ void get(int unit, float (&x)[kUnit]) const {
+  // Registers cannot be indexed by a variable.
+  __device__ void get(int pack, float (&x)[kWide]) const {
 #pragma unroll
-    for (int j = 0; j < kUnit; ++j) {
-      x[j] = entry(0, j);
+    for (int j = 0; j < kWide; ++j) {
+      x[j] = x_[0][j];
 #pragma unroll
-      for (int own = 1; own < kUnits; ++own) x[j] = unit == own ? entry(own, j) : x[j];
+      for (int p = 1; p < kHeldPacks; ++p) x[j] = p == pack ? x_[p][j] : x[j];
+    }
+  }
+  __device__ void set(int pack, const float (&x)[kWide]) {
+#pragma unroll
+    for (int p = 0; p < kHeldPacks; ++p) {
+#pragma unroll
+      for (int j = 0; j < kWide; ++j) x_[p][j] = p == pack ? x[j] : x_[p][j];
     }
   }
 
-  float x_[kPacks][kWide];
+  float x_[kHeldPacks][kWide];
   int pack_, threads_;
 };
 
-// Every threads()-th entry, in shared memory or read again each time. `capacity` is how many of a thread fit.
-template <class T>
+// The same packs, in shared memory or read again each time. `capacity` is how many of a thread fit.
 class Streamed {
  public:
-  static constexpr int kWide = 1, kUnit = 1;
-  using Row = Packs<T, kWide>;
-
-  __device__ Streamed(const Team& team, float* copy, int64_t capacity)
-      : copy_(copy + threadIdx.x), capacity_(static_cast<int>(capacity)), first_(static_cast<int>(team.thread())),
+  __device__ Streamed(const Team& team, float4* copy, int64_t capacity)
+      : copy_(copy + threadIdx.x), capacity_(static_cast<int>(capacity)), pack_(static_cast<int>(team.thread())),
         threads_(static_cast<int>(team.threads())) {}
 
-  __device__ void read(const Row& row, Extremes* extremes) {
-    is_stored_ = (row.size() + threads_ - 1) / threads_ <= capacity_;
-    constexpr int kInFlight = 8;
+  __device__ void read(const Packs& row, Extremes* extremes) {
+    is_stored_ = (row.count() + threads_ - 1) / threads_ <= capacity_;
 #pragma unroll 1
-    for (int i = 0; at(i) < row.size(); i += kInFlight) {
-      typename Row::Pack c[kInFlight], u[kInFlight];
-#pragma unroll
-      for (int p = 0; p < kInFlight; ++p)
-        if (at(i + p) < row.size()) row.load(at(i + p), c + p, u + p);
-      unsigned unusual = 0;
-#pragma unroll
-      for (int p = 0; p < kInFlight; ++p) {
-        if (at(i + p) >= row.size()) continue;
-        float x[1];
-        if (!row.use(c[p], u[p], x)) {
-          unusual |= 1u << p;
-          continue;
-        }
-        extremes->add(x[0]);
-        if (is_stored_) store(i + p, x[0]);
-      }
+    for (int i = 0; at(i) < row.count(); i += kInFlight) {
+      unsigned others = row.read(at(i), threads_, extremes, [&](int p, const float (&x)[kWide]) { store(i + p, x); });
 #pragma unroll 1
-      for (int p = 0; p < kInFlight; ++p) {
-        if (!(unusual >> p & 1)) continue;
-        float x[1];
-        row.use_any(at(i + p), x, extremes);
-        if (is_stored_) store(i + p, x[0]);
+      for (int p = i; others; ++p, others >>= 1) {
+        if (!(others & 1) || at(p) >= row.count()) continue;
+        float x[kWide] = {};
+        row.read_any(at(p), x, extremes);
+        store(p, x);
       }
     }
   }
@@ -315,53 +318,56 @@ class Streamed {
   __device__ bool keeps_changes() const { return is_stored_; }
 
   template <class F>
-  __device__ void for_each(const Row& row, F f) const {
-    for_each_pack(row, [&](int, const float (&x)[1]) { f(x[0]); });
-  }
-  template <class F>
-  __device__ void change(const Row& row, F f) {
-    int i = 0;
-    for_each_pack(row, [&](int, const float (&x)[1]) {
-      const float changed = f(x[0]);
-      if (is_stored_) store(i++, changed);
+  __device__ void for_each(const Packs& row, F f) const {
+    for_each_pack(row, [&](int, const float (&x)[kWide]) {
+#pragma unroll
+      for (int j = 0; j < kWide; ++j) f(x[j]);
     });
   }
   template <class F>
-  __device__ void for_each_pack(const Row& row, F f) const {
+  __device__ void change(const Packs& row, F f) {
+    int i = 0;
+    for_each_pack(row, [&](int, const float (&x)[kWide]) { store(i++, {f(x[0]), f(x[1]), f(x[2]), f(x[3])}); });
+  }
+  template <class F>
+  __device__ void for_each_pack(const Packs& row, F f) const {
 #pragma unroll 1
-    for (int i = 0; at(i) < row.size(); ++i) {
-      float x[1];
+    for (int i = 0; at(i) < row.count(); ++i) {
+      float x[kWide] = {};
       Extremes unused;
       if (is_stored_) {
-        x[0] = copy_[i * static_cast<int>(blockDim.x)];
+        const float4 stored = copy_[i * static_cast<int>(blockDim.x)];
+        x[0] = stored.x, x[1] = stored.y, x[2] = stored.z, x[3] = stored.w;
       } else {
-        row.use_any(at(i), x, &unused);
+        row.read_any(at(i), x, &unused);
       }
-      f(at(i), x);
+      f(row.id(at(i)), x);
     }
   }
   template <class F>
-  __device__ void for_each_unit(const Row& row, F f) const {
-    for_each_pack(row, [&](int pack, const float (&x)[1]) { f(row.id(pack), x); });
+  __device__ void for_each_in_turn(const Packs& row, F f) const {
+    for_each_pack(row, f);
   }
   template <class F>
-  __device__ void change_units(const Row& row, F f) {
+  __device__ void change_in_turn(const Packs& row, F f) {
     change(row, f);
   }
   template <class IsWanted, class F>
-  __device__ void for_each_of(const Row& row, const IsWanted& is_wanted, F f) const {
+  __device__ void for_each_of(const Packs& row, const IsWanted& is_wanted, F f) const {
     for_each(row, [&](float x) {
       if (is_wanted(x)) f(x);
     });
   }
 
  private:
-  __device__ int at(int i) const { return first_ + i * threads_; }
+  __device__ int at(int i) const { return pack_ + i * threads_; }
   // Each thread has a column of its own, so that no two of a warp meet in a bank.
-  __device__ void store(int i, float x) { copy_[i * static_cast<int>(blockDim.x)] = x; }
+  __device__ void store(int i, const float (&x)[kWide]) {
+    if (is_stored_) copy_[i * static_cast<int>(blockDim.x)] = {x[0], x[1], x[2], x[3]};
+  }
 
-  float* copy_;
-  int capacity_, first_, threads_;
+  float4* copy_;
+  int capacity_, pack_, threads_;
   bool is_stored_ = false;
 };
 

@@ -157,7 +157,8 @@ class Team {
 struct Device {
   int64_t shared;  // bytes of dynamic shared memory that it may be launched with, beside what the kernel declares
   int64_t multiprocessors;
-  bool has_clusters;  // the device has them, and the kernel is compiled for them
+  bool has_clusters;    // the device has them, and the kernel is compiled for them
+  int64_t clusters[4];  // how many of 2^i blocks run at once, with one block on a multiprocessor; 0 without clusters
 };
 
 template <class Kernel>
@@ -184,17 +185,24 @@ cudaError_t device_for(Kernel* kernel, Device* result) {
   shared -= std::min(shared, static_cast<int>(attributes.sharedSizeBytes));
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
-  *result = known[key] = {shared, multiprocessors, capability >= 9 && attributes.ptxVersion >= 90};
+  Device device = {shared, multiprocessors, capability >= 9 && attributes.ptxVersion >= 90, {}};
+  for (int i = 1; device.has_clusters && i < 4; ++i) {  // not all multiprocessors: a cluster is in one part of the GPU
+    int clusters = 0;
+    const ClusterLaunch launch(kMaxCluster, 1 << i, kWarp, static_cast<size_t>(shared), nullptr);
+    error = cudaOccupancyMaxActiveClusters(&clusters, kernel, launch.config());
+    if (error != cudaSuccess) return error;
+    device.clusters[i] = clusters;
+  }
+  *result = known[key] = device;
   return cudaSuccess;
 }
 
-// How many blocks share each of `rows` rows, so that every multiprocessor has work: a power of two, at most `max_size`
-// and kMaxCluster.
+// How many blocks share each of `rows` rows, so that every multiprocessor has work and all clusters run at once: a
+// power of two, at most `max_size` and kMaxCluster.
 inline unsigned cluster_for(const Device& device, int64_t rows, int64_t max_size = kMaxCluster) {
-  int64_t size = 1;
-  max_size = max_size < kMaxCluster ? max_size : kMaxCluster;
-  while (device.has_clusters && size * 2 <= max_size && rows * size * 2 <= device.multiprocessors) size *= 2;
-  return static_cast<unsigned>(size);
+  int i = 0;
+  while (i < 3 && 2 << i <= max_size && rows <= device.clusters[i + 1]) ++i;
+  return 1u << i;
 }
 
 }  // namespace

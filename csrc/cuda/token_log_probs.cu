@@ -40,9 +40,9 @@ __global__ void __launch_bounds__(kMaxDraftThreads, 1) token_log_probs_kernel(To
     if (team.thread() == 0) write(-INFINITY, -INFINITY, 0);
     return;
   }
-  row.for_each_logits([&](int id, const float (&x)[Entries::kUnit]) {
+  row.for_each_logits([&](int id, const float (&x)[kWide]) {
 #pragma unroll
-    for (int j = 0; j < Entries::kUnit; ++j) {
+    for (int j = 0; j < kWide; ++j) {
       if (id + j != token) continue;
       const float margin = x[j] - row.best();
       const bool is_kept = row.is_sampled() ? x[j] >= row.lowest() : margin == 0;
@@ -51,17 +51,12 @@ __global__ void __launch_bounds__(kMaxDraftThreads, 1) token_log_probs_kernel(To
   });
 }
 
-template <class T>
-cudaError_t launch(const TokenLogProbs& batch, cudaStream_t stream) {
-  return launch_rows<T>(token_log_probs_kernel<Held<T>>, token_log_probs_kernel<Streamed<T>>, batch,
-                        batch.rows.B * batch.K, stream, kMaxDraftThreads);
-}
-
 }  // namespace
 
 cudaError_t token_log_probs_cuda(const TokenLogProbs& batch, cudaStream_t stream) {
   if (batch.rows.B * batch.K == 0) return cudaSuccess;
-  return of_type(batch.rows.type, [&](auto x) { return launch<decltype(x)>(batch, stream); });
+  return launch_rows(token_log_probs_kernel<Held>, token_log_probs_kernel<Streamed>, batch, batch.rows.B * batch.K,
+                     stream, kMaxDraftThreads);
 }
 
 }  // namespace specvis

@@ -46,7 +46,8 @@ struct FilteredRows {
 
 constexpr int kLogitThreads = 256;  // at most: a thread has its entries of the row in registers beside all else
 
-template <class Entries, bool kHasDrafts>
+// One kernel with draft rows and without: a block has its multiprocessor to itself by either's registers.
+template <class Entries>
 __global__ void __launch_bounds__(kLogitThreads, 1)
     verify_logits_kernel(VerifyLogits batch, Layout layout, int64_t capacity) {
   Team team;
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(kLogitThreads, 1)
   FilteredRows<Entries> rows = {batch.rows, b,
                                 team,       reinterpret_cast<RowShared*>(shared),
                                 capacity,   Slices<float>(shared, scratch, layout, layout.row, team)};
-  verify<kHasDrafts>(team, batch, b, rows, batch.rows.temperature[b] == 0, layout, shared);
+  verify<true>(team, batch, b, rows, batch.rows.temperature[b] == 0, layout, shared);
 }
 
 constexpr int kSeedThreads = 512;  // at most
@@ -91,12 +92,6 @@ __global__ void __launch_bounds__(kSeedThreads, 1) verify_by_seeds_kernel(Verify
   batch.status[b] = status;
 }
 
-template <class T>
-cudaError_t launch_by_seeds(const VerifyLogits& batch, cudaStream_t stream) {
-  return launch_rows<T>(verify_by_seeds_kernel<Held<T>>, verify_by_seeds_kernel<Streamed<T>>, batch, batch.B, stream,
-                        kSeedThreads);
-}
-
 using Kernel = void(VerifyLogits, Layout, int64_t);
 
 // How a batch is launched.
@@ -106,17 +101,16 @@ struct Launch {
   int64_t capacity;  // the capacity of Streamed
 };
 
-template <class T>
 cudaError_t launch_of(const VerifyLogits& batch, std::optional<Launch>* result) {
-  Kernel* kernel = batch.draft_probs ? verify_logits_kernel<Held<T>, true> : verify_logits_kernel<Held<T>, false>;
+  Kernel* kernel = verify_logits_kernel<Held>;
   Device device;
   cudaError_t error = device_for(kernel, &device);
   if (error != cudaSuccess) return error;
-  const int64_t own = kLogitThreads * Held<T>::kPacks, blocks = (packs_of<T>(batch.rows) + own - 1) / own;
+  const int64_t packs = packs_of(batch.rows), own = kLogitThreads * kHeldPacks, blocks = (packs + own - 1) / own;
   const int64_t most_blocks = device.has_clusters ? kMaxCluster : 1;
   const bool is_held = blocks <= most_blocks;
   if (!is_held) {
-    kernel = batch.draft_probs ? verify_logits_kernel<Streamed<T>, true> : verify_logits_kernel<Streamed<T>, false>;
+    kernel = verify_logits_kernel<Streamed>;
     error = device_for(kernel, &device);
     if (error != cudaSuccess) return error;
   }
@@ -126,17 +120,13 @@ cudaError_t launch_of(const VerifyLogits& batch, std::optional<Launch>* result) 
 
   const int64_t base = offsetof(RowShared, copy);
   const auto layout_with = [&](int64_t capacity) {
-    const int64_t copy = capacity * threads * static_cast<int64_t>(sizeof(float));
-    return Layout(batch, cluster, threads, device.shared, base + copy, true);
+    return Layout(batch, cluster, threads, device.shared, base + capacity * threads * kPackBytes, true);
   };
-  const int64_t ids = batch.rows.last_id - batch.rows.first_id, team = int64_t{cluster} * threads;
-  int64_t capacity = is_held ? 0 : (ids + team - 1) / team;
+  const int64_t team = int64_t{cluster} * threads;
+  int64_t capacity = is_held ? 0 : (packs + team - 1) / team;
   if (!layout_with(capacity).row.shared) capacity = 0;  // a row is read again rather than its probabilities in scratch
   *result = Launch{kernel, layout_with(capacity), capacity};
   return cudaSuccess;
-}
-cudaError_t launch_of(const VerifyLogits& batch, std::optional<Launch>* result) {
-  return of_type(batch.rows.type, [&](auto x) { return launch_of<decltype(x)>(batch, result); });
 }
 
 }  // namespace
@@ -153,7 +143,8 @@ cudaError_t verify_logits_scratch(const VerifyLogits& batch, int64_t* bytes) {
 cudaError_t verify_logits_cuda(const VerifyLogits& batch, cudaStream_t stream) {
   if (batch.B == 0) return cudaSuccess;
   if (batch.seeds) {
-    return of_type(batch.rows.type, [&](auto x) { return launch_by_seeds<decltype(x)>(batch, stream); });
+    return launch_rows(verify_by_seeds_kernel<Held>, verify_by_seeds_kernel<Streamed>, batch, batch.B, stream,
+                       kSeedThreads);
   }
   std::optional<Launch> launch;
   const cudaError_t error = launch_of(batch, &launch);

@@ -52,11 +52,16 @@ struct Moves {
 
   // A run is the T columns of one row at one index of `outer` and of `middle`.
   HOST_DEVICE int64_t num_runs() const { return outer * R * middle; }
-  HOST_DEVICE int64_t row(int64_t run) const { return run / middle % R; }
-  // Where a column of a run begins in a cache, in bytes.
-  HOST_DEVICE int64_t offset(int64_t run, int64_t column) const {
-    return inner * (slots ? run / (middle * R) * num_slots + slots[row(run) * T + column] : run * T + column);
+  template <class Number>  // of as many bits as the numbers of all runs need: on a GPU, dividing 64 of them takes long
+  HOST_DEVICE Number row(Number run) const {
+    return run / static_cast<Number>(middle) % static_cast<Number>(R);
   }
+  // Where a run begins in a cache, and after that a column of its row: in columns.
+  template <class Number>
+  HOST_DEVICE int64_t begin(Number run) const {
+    return slots ? run / static_cast<Number>(middle * R) * num_slots : int64_t{run} * T;
+  }
+  HOST_DEVICE int64_t place(int64_t row, int64_t column) const { return slots ? slots[row * T + column] : column; }
 };
 
 // Fills in the part of `Moves` that follows from a cache's shape. row_dim is -1 if it is paged. `size(d)` is the size

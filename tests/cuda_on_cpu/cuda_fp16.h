@@ -8,6 +8,8 @@ struct __half {
   uint16_t bits;
 };
 
+inline __half __ushort_as_half(unsigned short bits) { return {bits}; }
+
 inline float __half2float(__half half) {
   const int exponent = half.bits >> 10 & 31, fraction = half.bits & 1023;
   const float size = exponent == 31 ? (fraction ? NAN : INFINITY)

@@ -494,6 +494,29 @@ CUDA_ON_CPU_CALLED T modify(T* memory, Operation operation) {
 
 #define HERE cuda_on_cpu::Place place = {__builtin_FILE(), __builtin_LINE()}  // the caller's
 
+enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension = 4 };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    dim3 clusterDim;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+
+// With one block on a multiprocessor: as on an H100, a cluster is within one of the groups of at least 16 of these.
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, Kernel*, const cudaLaunchConfig_t* config) {
+  const int all = cuda_on_cpu::multiprocessors(), groups = std::max(1, all / 16);
+  *clusters = groups * (all / groups / static_cast<int>(config->attrs->val.clusterDim.x));
+  return cudaSuccess;
+}
+
 inline void __syncthreads(HERE) { cuda_on_cpu::barrier(false, place); }
 inline int __syncthreads_count(int vote, HERE) { return cuda_on_cpu::barrier(vote, place); }
 inline int __syncthreads_or(int vote, HERE) { return cuda_on_cpu::barrier(vote, place) > 0; }

@@ -189,3 +189,13 @@ def test_equals_the_oracle(backend, F, V, K):
 def test_refuses_an_empty_level(F, V):
     with pytest.raises(ValueError, match=rf"must have [FV] >= 1, got shape \(2, {F}, {V}\)"):
         expand_tree(torch.zeros(2, F, V), torch.zeros(2, F), torch.ones(2, dtype=torch.int32), num_children=4)
+
+
+def test_valid_rows_after_invalid_ones(backend):
+    """A block of the CUDA kernel takes rows 0 and 8, and so on; some of its warps may be at the second already."""
+    probs = torch.full((1, 16, 512), 1 / 512, device=DEVICE)
+    probs[0, :8, 0] = NAN
+    out = expand_tree(probs, torch.zeros(1, 16, device=DEVICE), torch.tensor([3], dtype=torch.int32, device=DEVICE),
+                      num_children=3, backend=backend)
+    assert out.status[0].tolist() == [INVALID_ROW] * 8 + [0] * 8
+    assert out.tokens[0].tolist() == [[0, 0, 0]] * 8 + [[0, 1, 2]] * 8
