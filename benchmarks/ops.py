@@ -187,8 +187,8 @@ ON_GPUS = {  # op -> sizes
     "verify_logits": [(64, 60, 16384, 6, LIKELY | options) for options in ({}, LANTERN)],
     "verify_tree": [(B, 60, 16384, 6, STATIC) for B in (8, 64)],
 }
-FIRST = ("draft_frontier", "verify_logits", "draft_children", "draw_tokens", "tree_attention", "select_tree",
-         "commit_kv", "tree_links", "commit_tokens")  # the ops of a step, the slowest first
+FIRST = ("draft_frontier", "verify_logits", "draft_children", "draw_tokens", "tree_attention", "rotate_into_cache",
+         "rms_norm", "swiglu", "select_tree", "commit_kv", "tree_links", "commit_tokens")  # the ops of a step
 LAST = ("draw_children", "expand_tree", "guided_probs", "neighborhood_sum", "tree_from_mask", "tree_from_paths",
         "tree_paths", "verify_chain", "verify_greedy", "verify_tree")  # these no loop here calls
 GROUPS = ("kernels", "others", "baselines", "oracles")
