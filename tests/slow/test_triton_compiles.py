@@ -62,7 +62,7 @@ def test_no_kernel_is_compiled_again_while_decoding():
 @pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
 def test_loops_keep_what_they_assign():
     """The interpreter runs loops as Python does. The compiler forgets some assignments, without a word."""
-    assert not program("sm_90", "loops"), "[op, function, variable]: it began as an alias of what the loop assigns to it"
+    assert not program("sm_90", "loops"), "[op, function, variable]: it began as an alias of what it is assigned"
 
 
 def registers_and_stack(built):
