@@ -95,7 +95,7 @@ def row_entropy(row, V, total, BLOCK: tl.constexpr):
 def verify_block(rows, draft_rows, tokens, uniforms, bonus, N, V, BLOCK: tl.constexpr):
     """Returns num_accepted, next_token, tv_excess, status; N is the number of drafts."""
     zero = tl.program_id(0).to(tl.int64) * 0
-    num_accepted = zero
+    num_accepted = tl.full((), 0, tl.int64)  # Triton 3.9 does not carry an alias of `i` to which the loop assigns `i`
     next_token = zero
     status = zero.to(tl.int32)
     found = zero.to(tl.int32)
@@ -150,7 +150,7 @@ def verify_fly(rows, draft_rows, tokens, uniforms, bonus, mass, excess, is_greed
                BLOCK: tl.constexpr):
     """Returns num_accepted, next_token, tv_excess, status; N is the number of drafts, `excess` (N) is scratch."""
     zero = tl.program_id(0).to(tl.int64) * 0
-    num_accepted = zero
+    num_accepted = tl.full((), 0, tl.int64)  # Triton 3.9 does not carry an alias of `i` to which the loop assigns `i`
     next_token = zero
     status = zero.to(tl.int32)
     tv_excess = zero.to(tl.float64)

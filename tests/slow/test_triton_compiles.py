@@ -5,7 +5,7 @@ sizes change that change there. The interpreter, which runs the kernels in the o
 accepts more than the compiler, and cannot share a process with it: so this file is also a program,
 `python -m tests.slow.test_triton_compiles sm_90`. It prints what the kernels use. With `sm_90 counter` these are the
 kernels of tree_attention with SPLIT = "counter". With `sm_90 decoding` it prints how often each would be compiled, and
-compiles none.
+compiles none. With `sm_90 loops` it prints the variables that a loop assigns and forgets.
 """
 import importlib
 import json
@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,6 +58,12 @@ def test_no_kernel_is_compiled_again_while_decoding():
     assert {op for op, *_ in counts} == {op for op in CHANGING if find_spec(f"specvis_kernels.triton.{op}")}
     again = [row for row in counts if row[2] > COMPILED_AGAIN.get(row[0], 1)]
     assert not again, "[op, kernel, how often, by what]"
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
+def test_loops_keep_what_they_assign():
+    """The interpreter runs loops as Python does. The compiler forgets some assignments, without a word."""
+    assert not program("sm_90", "loops"), "[op, function, variable]: it began as an alias of what it is assigned"
 
 
 def registers_and_stack(built):
@@ -146,10 +153,34 @@ def real_cases(op):
     return [(min(case[0], 2), *case[1:]) for case in benchmarks.ops.ROWS[op][0]]
 
 
+def print_forgotten(op_of):
+    """Triton shall print, for each loop, the variables from before it that it assigns and does not carry on."""
+    from triton.compiler.code_generator import CodeGenerator
+    set_value, find_carries, seen = CodeGenerator.set_value, CodeGenerator._find_carries, set()
+
+    def set_and_note(self, name, value):
+        vars(self).setdefault("assigned", set()).add(name)
+        set_value(self, name, value)
+
+    def find_and_compare(self, node, before, ignore=frozenset()):
+        outer, self.assigned = vars(self).get("assigned", set()), set()
+        carried = find_carries(self, node, before, ignore)
+        for name in self.assigned.intersection(before).difference(carried[0], ignore):
+            row = op_of(), self.jit_fn.__name__, name
+            if row not in seen:
+                seen.add(row)
+                print(json.dumps(row), flush=True)
+        self.assigned |= outer
+        return carried
+
+    CodeGenerator.set_value, CodeGenerator._find_carries = set_and_note, find_and_compare
+
+
 def main(gpu, which="all"):
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import ASTSource
     from triton.runtime.jit import JITFunction
 
     (target, most_shared, most_threads), seen = GPUS[gpu], {}
@@ -179,14 +210,29 @@ def main(gpu, which="all"):
                                                                    compile["configs"], compile["num_warps"])
         return True                                                   # so that Triton compiles nothing
 
+    class FirstStepDone(Exception):
+        pass
+
+    def make_first_step(*args, **kwargs):
+        make_ir(*args, **kwargs)
+        raise FirstStepDone
+
+    def first_step_only(kernel, *args, grid, warmup, **options):
+        with suppress(FirstStepDone):
+            run(kernel, *args, grid=grid, warmup=True, **options)
+
     triton.runtime.driver.set_active(Driver())
     run, JITFunction.run = JITFunction.run, compile_only
+    if which == "loops":
+        print_forgotten(lambda: op)
+        make_ir, ASTSource.make_ir = ASTSource.make_ir, make_first_step
+        JITFunction.run, knobs.compilation.always_compile = first_step_only, True
     specvis_kernels._define.backends = lambda op, device: ["triton"]
     if which == "counter":
         attention = importlib.import_module("specvis_kernels.triton.tree_attention")
         attention.SPLIT, attention.num_multiprocessors = "counter", lambda device: 132
     if which != "decoding":
-        for op in benchmarks.ops.ROWS if which == "all" else ["tree_attention"]:
+        for op in ["tree_attention"] if which == "counter" else benchmarks.ops.ROWS:
             cases = [*real_cases(op), *inputs.CASES[op]]
             for case in cases if find_spec(f"specvis_kernels.triton.{op}") else []:
                 args, kwargs = getattr(inputs, op)(*case)
