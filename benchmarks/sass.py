@@ -26,7 +26,6 @@ LIBRARY = Path(specvis_kernels.__file__).with_name("_ops_cuda.so")
 RESULTS = ROOT / "benchmarks" / "results" / "sm_90-machine-code.json"
 PAGE = RESULTS.with_name("machine_code.md")
 ARCH = "sm_90"
-SIZES = {"float": 4, "__half": 2, "__nv_bfloat16": 2}  # type in a kernel's template -> bytes of an entry
 
 
 # --- where the code is ------------------------------------------------------------------------------------------------
@@ -73,8 +72,7 @@ def reports(cubin: Path, names: re.Pattern | None = None) -> dict[str, dict]:
             numbers = re.search(rf"Function {re.escape(name)}:\n(.*)", used)[1]
             registers, stack, shared = (int(re.search(what + r":(\d+)", numbers)[1])
                                         for what in ("REG", "STACK", "SHARED"))
-            size = next((SIZES[part] for part in template_of(name) if part in SIZES), 4)
-            kernels[name] = {"registers": registers, "stack": stack, "shared": shared, **report(routines, size)}
+            kernels[name] = {"registers": registers, "stack": stack, "shared": shared, **report(routines)}
     return kernels
 
 

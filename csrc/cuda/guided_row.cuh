@@ -198,19 +198,15 @@ class GuidedRow {
     if (high) atomicAdd(&shared_->high[bin], high);
   }
 
-  // Of all blocks of the team, which are asked at once. Counts have no high halves.
+  // Of all blocks of the team, of which four are asked at once. Counts have no high halves.
   __device__ int64_t bin_sum(unsigned bin, bool by_mass) const {
-    unsigned low[kMaxCluster], high[kMaxCluster];
-#pragma unroll
-    for (unsigned block = 0; block < kMaxCluster; ++block) {
-      const bool exists = block < team_.size();
-      const RowShared* const from = in_block(shared_, exists ? block : 0);
-      low[block] = exists ? from->low[bin] : 0;
-      high[block] = exists && by_mass ? from->high[bin] : 0;
-    }
     uint64_t sum = 0;
-#pragma unroll
-    for (unsigned block = 0; block < kMaxCluster; ++block) sum += uint64_t{high[block]} << 32 | low[block];
+#pragma unroll 4
+    for (unsigned block = 0; block < team_.size(); ++block) {
+      const RowShared* const from = in_block(shared_, block);
+      sum += from->low[bin];
+      if (by_mass) sum += uint64_t{from->high[bin]} << 32;
+    }
     return static_cast<int64_t>(sum);
   }
 

@@ -172,8 +172,6 @@ FEWER_LOADS = {  # a part of a kernel's name -> how many, and why
     "sample_residual": (0, "4 bytes a lane, more than 32 of them in flight"),
     "verify_by_rule": (0, "4 bytes a lane, more than 32 of them in flight"),
     "frontier": (0, "it reads scores, no rows"),
-    "Streamed": (0, "rows too long for registers: 4 bytes a lane, eight in flight"),
-    "nv_bfloat16": (2, "a pack of each half, of eight entries: the compiler uses them before it loads the next two"),
 }
 ROWS = {"couple_tokens", "draft_children", "draft_frontier", "draw_children", "draw_tokens", "expand_tree",
         "guided_probs", "neighborhood_sum", "sample_residual", "token_log_probs", "verify_chain", "verify_logits",
