@@ -91,7 +91,7 @@ class Subject:
         made_anew = patch.object(self.gpt, "forward", compiled(self.gpt)) if forward == "compile" else nullcontext()
         torch.set_num_threads(threads if forward == "fast" else self.threads or threads)
         try:
-            with patch.object(layers, "USE_DECODER_LAYERS", forward == "fast"), made_anew:
+            with patch.object(layers, "USE_KERNELS", forward == "fast"), made_anew:
                 yield
         finally:
             torch.set_num_threads(threads)

@@ -87,7 +87,7 @@ def serve(size: str, dtype: str) -> None:
     for line in sys.stdin:
         what, nodes, threads, seconds = json.loads(line)
         torch.set_num_threads(threads)
-        layers.USE_DECODER_LAYERS = what == "decoder_layers"
+        layers.USE_KERNELS = what == "decoder_layers"
         gpt.forward = eager
         if (what, nodes) not in calls:
             limit = {"bandwidth": bandwidth, "product": product}.get(what)

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# For a machine with a GPU, with its own torch and without a network: builds for that GPU, compares every op on CUDA
-# with the C++ kernel and the oracle, measures ops and decoding, and looks for bad accesses, races and uninitialized
-# reads.
+# For a machine with a GPU, with its own torch, the packages of python/pyproject.toml and no network: builds for that
+# GPU, compares every op on CUDA with the C++ kernel and the oracle, measures ops and decoding, and looks for bad
+# accesses, races and uninitialized reads.
 #   make gpu          or [PYTHON=python3] [OUT=out] [BEFORE=out] [LIMIT=seconds] bash benchmarks/gpu.sh [PART...]
-#   make gpu DRY=1    without a GPU: each part as far as that goes in seconds, on the CPU, into out/dry
-# The most useful parts come first; each has a time limit, 27 minutes after `build`. A part that fails does not stop the
-# next, but for `smoke`: where an op is wrong, no part follows it. The exit status says whether any failed. OUT gets
+#   make gpu DRY=1    without a GPU: each part as far as that goes, on the CPU, into out/dry; minutes the first time
+# The most useful parts come first; each has a time limit, 27 minutes in all after `build`. A part that fails does not
+# stop the next, but for `build`, and `smoke` where an op is wrong. The exit status says whether any failed. OUT gets
 #   log.txt          the output of the parts, line by line
 #   summary.txt      a table: part, seconds, status
 #   ops.json         times, written after each row; a part that is run again goes on where it ends
@@ -22,13 +22,16 @@
 #   ncu-draft_frontier ncu-verify_logits ncu-tree_attention baselines triton initcheck synccheck others
 set -uo pipefail
 cd "$(dirname "$0")/.."
+[[ ${DRY:-} != 0 ]] || DRY=
 out=${OUT:-out${DRY:+/dry}}
-folder=$(mkdir -p "$out" && cd "$out" && pwd)
+folder=$(mkdir -p "$out" && cd "$out" && [[ -w . ]] && pwd) || { echo "OUT=$out is no folder to write to"; exit 2; }
+[[ ${LIMIT:-1} =~ ^[1-9][0-9]*$ ]] || { echo "LIMIT must be seconds, got $LIMIT"; exit 2; }
 before=${BEFORE:-out}
+[[ ! ${BEFORE:-} || -d $before ]] || { echo "BEFORE=$before is no folder"; exit 2; }
 python=${PYTHON:-python3}
 dry=${DRY:+tree_links}  # in a dry run, the op that stands for all
 export PYTHONUNBUFFERED=1 SPECVIS_CUDA=1 PYTHONPATH="$PWD:$PWD/python${PYTHONPATH:+:$PYTHONPATH}"
-for tools in /usr/local/cuda/bin /usr/local/cuda/compute-sanitizer /opt/nvidia/nsight-compute/*; do PATH+=:$tools; done
+for tools in ${CUDA_HOME:+"$CUDA_HOME/bin" "$CUDA_HOME/compute-sanitizer"} /usr/local/cuda/bin /usr/local/cuda/compute-sanitizer /opt/nvidia/nsight-compute/*; do PATH+=:$tools; done
 status=0 table="" wanted="" names=()
 
 say() { echo "$*" | tee -a "$folder/log.txt"; }
@@ -87,16 +90,16 @@ counters() {  # op, what the names of its kernels have in common
 }
 
 build='"$0" setup.py build_ext --inplace ${2:+--help} && {
-    nvcc -O3 -std=c++17 -arch=sm_90 benchmarks/probe.cu -o build/probe || echo "no probe"
+    nvcc -O3 -std=c++17 -arch=sm_${TORCH_CUDA_ARCH_LIST/./} benchmarks/probe.cu -o build/probe || echo "no probe"
     tar -cf "$1" specvis_kernels/*.so $(ls build/probe)
 }'
 seconds=0.1 decoded=(--sizes shipped B XL --seconds 4 --ours)
 [[ -z $dry ]] || seconds=0 decoded=(--sizes shipped --methods vanilla --batch 1 --seconds 0 --ours)
 
 parts() {
-    part build "$build_limit" bash -c "$build" "$python" "$built" $dry
-    part probe 20 ${dry:+echo} build/probe
-    part smoke 100 "$python" -m benchmarks.smoke $dry || wanted=" "  # and nothing else
+    part build "$build_limit" bash -c "$build" "$python" "$built" $dry || wanted=" "  # and nothing else
+    ((major < 9)) || part probe 20 ${dry:+echo} build/probe  # it has clusters of blocks
+    part smoke 100 "$python" -m benchmarks.smoke $dry || (($? != 3)) || wanted=" "
     measure ops 160 kernels
     tests tests 140 "${ops[@]}" -k "(cuda or oracle) and not triton"
     tests graphs 60 tests/laws/test_on_a_gpu.py -k "not loop"
@@ -125,8 +128,9 @@ for op in specvis_kernels/[a-z]*.py; do
         [[ ! -e $test ]] || ops+=("$test")
     done
 done
-built="" build_limit=150
+built="" build_limit=150 major=9
 parts
+$python -c "import numpy, pytest, pytest_benchmark, PIL, safetensors, tqdm, click, matplotlib" || exit 1
 for name in "$@"; do
     [[ " ${names[*]} " == *" $name "* ]] || { echo "no part $name, only ${names[*]}"; exit 2; }
 done
@@ -145,6 +149,7 @@ else
     TORCH_CUDA_ARCH_LIST=$($python -c "$gpu") || exit 1
 fi
 export TORCH_CUDA_ARCH_LIST
+major=${TORCH_CUDA_ARCH_LIST%%.*}
 sources=$(cat setup.py $(find csrc -type f | LC_ALL=C sort) | sha256sum | cut -c1-12)
 built=$folder/built-$TORCH_CUDA_ARCH_LIST-$sources.tar
 if [[ $dry ]]; then
@@ -152,6 +157,9 @@ if [[ $dry ]]; then
 else
     for file in "$built" "$folder/ops.json"; do
         [[ -e $file || ! -e $before/$(basename "$file") ]] || cp "$before/$(basename "$file")" "$folder"
+    done
+    [[ -e $built ]] || for file in "$before"/built-*.tar; do
+        [[ ! -e $file ]] || say "$file is of other sources or for another GPU"
     done
     [[ -e $built ]] && tar -xf "$built"
 fi

@@ -3,7 +3,8 @@
 Each kernel gets each small input, and what it gives is compared with the C++ kernel's results on the CPU: bit for bit,
 except where `TOLERANCES` has an entry. Then it runs again, and must give the same. Each op has a process of its own,
 which waits for every launch, so a crash or a hang takes one op with it, and the first error is the op's own. Where
-compute-sanitizer is in PATH, it watches an op that went wrong once more. The exit status is 1 if any did.
+compute-sanitizer is in PATH, it watches an op that went wrong once more. The exit status is 3 if any did. On a GPU an
+op whose CUDA kernel is not there, or cannot be loaded, is wrong.
 """
 import argparse
 import os
@@ -31,6 +32,8 @@ def try_op(op: str) -> None:
     """Raises AssertionError if the kernel's results differ from the CPU's, or from one run to the next."""
     here, on_cpu = specvis_kernels.backends(op, inputs.DEVICE), specvis_kernels.backends(op, "cpu")
     ours = next((name for name in ("cuda", "cpu", "triton") if name in here), None)
+    assert inputs.DEVICE != "cuda" or ours == "cuda" or not (harness.ROOT / f"csrc/cuda/{op}.cu").exists(), \
+        f"{op} has no CUDA kernel here: was the library built, and does it load? backends: {here}"
     if ours is None:
         return print(f"{op}: no kernel for {inputs.DEVICE}")
     theirs = "cpu" if "cpu" in on_cpu and ours != "cpu" else "oracle"
@@ -81,7 +84,9 @@ def main():
             wrong += [] if is_well else [op]
     for op in wrong if tools["compute-sanitizer"] else []:
         print(f"\n{op}, watched:\n{alone(op, SANITIZER)[1]}", flush=True)
-    sys.exit(f"wrong: {' '.join(wrong)}" if wrong else 0)
+    if wrong:
+        print(f"wrong: {' '.join(wrong)}")
+        sys.exit(3)
 
 
 if __name__ == "__main__":

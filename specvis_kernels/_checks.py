@@ -2,6 +2,7 @@
 import math
 import operator
 from numbers import Integral, Real
+from string import ascii_lowercase
 
 import torch
 from torch import Tensor
@@ -202,7 +203,7 @@ def check_rows(name: str, rows: Tensor, letter: str, dtype: torch.dtype | tuple,
         got = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
         raise ValueError(f"{name} must be a tensor (.., {letter}) with {letter} >= 1, got {got}")
     *others, last = (rows if like is None else like).shape
-    check(name, rows, dtype, like, **dict(zip("abcdefgh", others)), **{letter: last})
+    check(name, rows, dtype, like, **dict(zip(ascii_lowercase, others)), **{letter: last})
 
 
 def is_traced(tensor: Tensor) -> bool:

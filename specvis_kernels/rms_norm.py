@@ -1,10 +1,11 @@
 """rms_norm: RMSNorm of rows, after a residual is added to them."""
-from ctypes import c_float
+from numbers import Real
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from ._checks import FLOATS, check, check_rows
+from ._checks import FLOAT32_MAX, FLOATS, check, check_rows
 from ._define import define
 
 
@@ -49,17 +50,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, residual: Tensor |
     check("weight", weight, x.dtype, like=x, E=x.shape[-1])
     if residual is not None:
         check_rows("residual", residual, "E", x.dtype, like=x)
-    if isinstance(eps, (bool, Tensor)) or not isinstance(eps, (int, float)) or not eps >= 0:
-        raise ValueError(f"eps must be a number >= 0, got {eps!r}")
+    if isinstance(eps, bool) or not isinstance(eps, Real) or not 0 <= eps <= FLOAT32_MAX:
+        got = "a tensor: residual is given by name" if isinstance(eps, Tensor) else repr(eps)
+        raise ValueError(f"eps must be a number >= 0 that fits into float32, got {got}")
     E = x.shape[-1]
     normed, stream = _call(backend, x.reshape(-1, E), weight, None if residual is None else residual.reshape(-1, E),
-                           c_float(eps).value)
+                           float(eps))
     return normed.view(x.shape) if residual is None else RMSNormResult(normed.view(x.shape), stream.view(x.shape))
 
 
 def _oracle(x: Tensor, weight: Tensor, residual: Tensor | None, eps: float):
     stream = x if residual is None else x + residual
     mean = stream.double().square().sum(-1, keepdim=True) / x.shape[1]
+    eps = torch.full((), eps, dtype=torch.float32, device=x.device).double()
     factor = (1 / (mean + eps).sqrt()).float()  # PyTorch's square root of float32 may be off by one unit
     normed = (stream.float() * factor * weight.float()).to(x.dtype)
     return normed, x.new_empty(0) if residual is None else stream

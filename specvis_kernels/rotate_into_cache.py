@@ -12,7 +12,8 @@ def rotate_into_cache(qkv: Tensor, kv_cache: Tensor, lengths: Tensor, positions:
 
     A pair of entries (a, b) of a query or a key becomes (a c - b s, a s + b c), with cosine c and sine s of the node's
     position (RoPE, arXiv:2104.09864). Node n of request b is in column lengths[b] + first_node + n; a column outside
-    the cache is not written. Row r belongs to request r % B. The result and the cache are what `tree_attention` reads.
+    the cache is not written. Row r belongs to request r % B. After it comes `tree_attention(q, *kv_cache.unbind(2),
+    lengths, ancestors)`.
 
     Numbers are computed in float32 and rounded once. All backends give the same bits.
 
@@ -45,28 +46,29 @@ def rotate_into_cache(qkv: Tensor, kv_cache: Tensor, lengths: Tensor, positions:
         tensor([[-4.,  3.],
                 [ 5.,  6.]])
     """
-    R, N, Q = check_dims("qkv", qkv, "RNQ")
+    R, N, Q = check_dims("qkv", qkv, "RNQ", not_empty="N")
     check("qkv", qkv, FLOATS, R=R, N=N, Q=Q)
-    T, Hkv, D = (kv_cache.shape[d] for d in (1, 3, 4)) if check_dims("kv_cache", kv_cache, "RT2GD") else ()
+    _, T, _, Hkv, D = check_dims("kv_cache", kv_cache, "RT2GD", not_empty="TGD")
     check("kv_cache", kv_cache, qkv.dtype, like=qkv, R=R, T=T, two=2, Hkv=Hkv, D=D)
     if not kv_cache.is_contiguous():
         raise ValueError("kv_cache must be contiguous, since it is written to")
     B, = check_dims("lengths", lengths, "B")
     lengths = integers("lengths", lengths, torch.int64, qkv, B=B)
-    Y = check_dims("positions", positions, "YN")[0]
+    Y = check_dims("positions", positions, "YN", not_empty="Y")[0]
     positions = integers("positions", positions, torch.int64, qkv, Y=Y, N=N)
-    P = check_dims("rotations", rotations, "Pd2")[0]
-    check("rotations", rotations, torch.float32, like=qkv, P=P, pairs=D // 2, two=2)
-    first_node = check_count("first_node", first_node, 0)
-    if Hkv < 1 or D < 2 or D % 2 or Q % D or Q <= 2 * Hkv * D:
+    if D % 2 or Q % D or Q <= 2 * Hkv * D:
         raise ValueError(f"qkv must have Q = (H + 2 Hkv) D with H >= 1, and kv_cache an even D, "
                          f"got Q={Q}, Hkv={Hkv} and D={D}")
-    if N < 1 or T < 1 or P < 1 or Y < 1 or R % Y:
-        raise ValueError(f"there must be a node, a column, a rotation, and rows a multiple of the rows of positions, "
-                         f"got N={N}, T={T}, P={P}, Y={Y} and R={R}")
+    P = check_dims("rotations", rotations, "Pd2", not_empty="P")[0]
+    check("rotations", rotations, torch.float32, like=qkv, P=P, pairs=D // 2, two=2)
+    first_node = check_count("first_node", first_node, 0)
+    if not isinstance(rotates_halves, bool):
+        raise ValueError(f"rotates_halves must be a bool, got {rotates_halves!r}")
+    if R % Y:
+        raise ValueError(f"the rows of qkv must be a multiple of the rows of positions, Y={Y}, got {R}")
     if R % B if B else R:
-        raise ValueError(f"the rows of qkv must be a multiple of B={B}, got {R}")
-    return _call(backend, qkv, kv_cache, lengths, positions, rotations, first_node, bool(rotates_halves))
+        raise ValueError(f"the rows of qkv must be a multiple of the requests of lengths, B={B}, got {R}")
+    return _call(backend, qkv, kv_cache, lengths, positions, rotations, first_node, rotates_halves)
 
 
 def _oracle(qkv: Tensor, kv_cache: Tensor, lengths: Tensor, positions: Tensor, rotations: Tensor, first_node: int,

@@ -227,9 +227,10 @@ def test_smoke_finds_what_is_wrong(monkeypatch, capsys):
     assert smoke.alone("tree_links") == (False, "tree_links: after 0.01 s it still runs\n")
     monkeypatch.setattr(smoke, "alone", lambda op, watch=(): (op != "tree_mask", f"tried {op} {watch[:1]}\n"))
     monkeypatch.setattr(shutil, "which", str)
-    assert run_main(smoke, monkeypatch) == "wrong: tree_mask"
+    assert run_main(smoke, monkeypatch) == 3
     said = capsys.readouterr().out
-    assert said.count("tried") == len(inputs.CASES) + 1 and "tree_mask, watched:\ntried tree_mask ('compute-san" in said
+    assert said.endswith("wrong: tree_mask\n") and "tree_mask, watched:\ntried tree_mask ('compute-san" in said
+    assert said.count("tried") == len(inputs.CASES) + 1
 
 
 def test_oracles_are_not_timed_as_decoding(monkeypatch):
@@ -288,7 +289,7 @@ def test_steps_of_larger_sizes_are_timed_in_the_middle_of_pictures(tmp_path):
     assert records[0]["picture_s"] == pytest.approx(16 * records[0]["step_ms"] / 2e3, rel=1e-3)
     assert records[1]["picture_s"] == pytest.approx(
         16 * records[1]["step_ms"] / 2e3 / records[1]["imposed_tau"], rel=1e-3)
-    assert (layers.USE_DECODER_LAYERS, torch.get_num_threads()) == (True, threads)
+    assert (layers.USE_KERNELS, torch.get_num_threads()) == (True, threads)
     decode.plot(records, tmp_path / "parts.png")
     assert (tmp_path / "parts.png").stat().st_size > 1000
 
@@ -342,10 +343,10 @@ PYTHON = """#!/bin/bash
 case "$*" in
     "-c import xdist"*) exit 1 ;;
     "-c import sys"*"get_device_capability"*) [[ ! $NO_GPU ]] && echo 9.0 || exit 1 ;;
-    *setup.py*) echo built > specvis_kernels/_ops_cuda.so ;;
+    *setup.py*) [[ ! $NO_BUILD ]] || exit 1; echo built > specvis_kernels/_ops_cuda.so ;;
     *"--groups kernels"*) echo row >> "$OUT/ops.json"; (($(wc -l < "$OUT/ops.json") >= 3)) || exit 75 ;;
     *"-k (cuda or oracle)"*) echo "1 failed"; exit 1 ;;
-    *smoke*) [[ ! $IS_WRONG ]] ;;
+    *smoke*) exit ${SMOKE:-0} ;;
     *decode*) [[ ! $HANGS ]] || exec sleep 60 ;;
     *) echo "did $* in $PYTHONPATH" ;;
 esac
@@ -389,8 +390,19 @@ def test_no_part_of_the_gpu_script_stops_the_next(gpu_script, tmp_path):
 
 
 def test_the_gpu_script_stops_where_an_op_is_wrong(gpu_script):
-    status, _, parts = gpu_script(IS_WRONG="1")
-    assert status == 1 and list(parts) == ["build", "probe", "smoke"] and parts["smoke"] == "failed: 1"
+    assert gpu_script("ops", NO_BUILD="1")[2] == {"build": "failed: 1"}
+    status, _, parts = gpu_script(SMOKE="3")
+    assert status == 1 and list(parts) == ["build", "probe", "smoke"] and parts["smoke"] == "failed: 3"
+    assert gpu_script("smoke", "ops", SMOKE="1")[2] == {"smoke": "failed: 1", "ops": "ok"}  # another reason
+
+
+@pytest.mark.parametrize("name, value, message", [
+    ("LIMIT", "10m", "LIMIT must be seconds, got 10m"), ("OUT", "/proc/x", "OUT=/proc/x is no folder to write to"),
+    ("BEFORE", "nowhere", "BEFORE=nowhere is no folder")])
+def test_a_wrong_variable_of_the_gpu_script_is_named(name, value, message):
+    done = subprocess.run(["bash", "benchmarks/gpu.sh", "build"], cwd=harness.ROOT, env=os.environ | {name: value},
+                          capture_output=True, text=True)
+    assert done.returncode == 2 and message in done.stdout
 
 
 def test_the_gpu_script_ends_in_time(gpu_script):

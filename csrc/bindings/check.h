@@ -76,7 +76,8 @@ inline void check(const char* op, cudaError_t error) {
                     gpus_built_for(), ", and this GPU has ", major, ".", minor,
                     ": build the package again with TORCH_CUDA_ARCH_LIST=", major, ".", minor);
   }
-  const bool is_fault = cudaErrorIllegalAddress <= error && error <= cudaErrorLaunchFailure;
+  const bool is_fault = cudaErrorIllegalAddress <= error && error <= cudaErrorLaunchFailure &&
+                        error != cudaErrorLaunchOutOfResources;  // that is a launch of this op, refused
   STD_TORCH_CHECK(false, op, ": CUDA error: ", cudaGetErrorString(error),
                   is_fault ? ". It may be of a kernel before this one: CUDA_LAUNCH_BLOCKING=1 tells which" : "");
 }

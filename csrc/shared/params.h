@@ -358,7 +358,7 @@ KERNEL(tree_attention, TreeAttention);
 
 struct RmsNorm {
   int64_t M, E;
-  double eps;
+  float eps;
   FloatType type;
   const void *x, *weight, *residual;  // (M, E), (E), (M, E) or null
   void *normed, *stream;              // (M, E); (M, E), used with a residual

@@ -52,7 +52,7 @@ def test_is_what_the_modules_compute(is_guided, monkeypatch):
         got = denoiser.sample(noise, keep_path=True)
         one = diffloss.denoiser(z[0, 1], temperature=0.8, **{name: value[0, 1] for name, value in options.items()})
         torch.testing.assert_close(one.sample(noise[0, 1]).mean, got.mean[0, 1], rtol=1e-5, atol=1e-4)
-        monkeypatch.setattr(layers, "USE_DECODER_LAYERS", False)
+        monkeypatch.setattr(layers, "USE_KERNELS", False)
         expected = denoiser.sample(noise, keep_path=True)
     for name in ("mean", "log_sigma", "log_sigma_sum", "log_density", "path"):
         torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=1e-5, atol=1e-4)

@@ -45,8 +45,10 @@ def test_rounds_once_and_normalizes_what_it_returns_as_the_sum(dtype, rounding, 
     (dict(weight=torch.ones(4).half()), r"weight must be float32 \(E=4\), got float16 \(4,\)"),
     (dict(residual=torch.ones(4, 2)), r"residual must be float32 \(a=2, E=4\), got float32 \(4, 2\)"),
     (dict(residual=torch.ones(2, 4).bfloat16()), r"residual must be float32 \(a=2, E=4\), got bfloat16 \(2, 4\)"),
-    (dict(eps=-1e-6), "eps must be a number >= 0, got -1e-06"),
-    (dict(eps=NAN), "eps must be a number >= 0, got nan"),
+    (dict(eps=-1e-6), "eps must be a number >= 0 that fits into float32, got -1e-06"),
+    (dict(eps=NAN), "eps must be a number >= 0 that fits into float32, got nan"),
+    (dict(eps=torch.zeros(2, 4)), "eps must be .* got a tensor: residual is given by name"),
+    (dict(eps=1e39), r"eps must be a number >= 0 that fits into float32, got 1e\+39"),
 ])
 def test_says_which_argument_is_wrong(changes, message):
     with pytest.raises(ValueError, match=message):

@@ -45,7 +45,7 @@ def test_is_what_the_modules_compute(dtype, atol, monkeypatch):
         mar.pack()
         assert mar.packing.packed is not None
         got, some = mar(tokens, is_known, condition), mar(tokens, is_known, condition, wanted=wanted)
-        monkeypatch.setattr(layers, "USE_DECODER_LAYERS", False)
+        monkeypatch.setattr(layers, "USE_KERNELS", False)
         expected = mar(tokens, is_known, condition)
     torch.testing.assert_close(got, expected, rtol=atol, atol=atol)
     assert torch.equal(some, got[torch.arange(3)[:, None], wanted]) and not torch.equal(got, expected)

@@ -85,7 +85,7 @@ def test_half_precision_keeps_the_rotations():
 @pytest.mark.parametrize("method", ["vanilla", "jacobi:window=5", "lantern:k=8"])
 def test_logits_of_the_model_s_dtype_give_the_tokens_of_float32(monkeypatch, method, dtype):
     """The ops compute in float32, so they may read what the model made. By modules: `packed_linear` gives float32."""
-    monkeypatch.setattr(specvis.models.layers, "USE_DECODER_LAYERS", False)
+    monkeypatch.setattr(specvis.models.layers, "USE_KERNELS", False)
     pipeline, made, logits = tiny_pipeline().to(dtype), [], GPT.logits
 
     def tokens(as_float32):
@@ -248,7 +248,7 @@ def test_a_token_is_read_to_the_same_bits_beside_others(dtype, monkeypatch):
     with torch.no_grad():
         one_by_one = logits_by(1)
         assert all(torch.equal(logits_by(width), one_by_one) for width in (2, 5, 9, 17, 33))
-        monkeypatch.setattr(specvis.models.layers, "USE_DECODER_LAYERS", False)
+        monkeypatch.setattr(specvis.models.layers, "USE_KERNELS", False)
         monkeypatch.setattr(specvis.models.layers, "tree_attention", attention_under_a_mask)
         assert not torch.equal(logits_by(17), logits_by(1))  # what the above would say of PyTorch's modules
 

@@ -113,7 +113,7 @@ def test_a_step_on_eight_pictures_takes_one_thread_of_pytorchs(monkeypatch, meth
                            ffn_multiple=16)
         pipeline = Pipeline(config, replace(vq_config(4), codebook_size=8192), VOCABULARY, None).to(torch.bfloat16)
     largest = Largest()
-    monkeypatch.setattr(layers, "USE_DECODER_LAYERS", by_ops)
+    monkeypatch.setattr(layers, "USE_KERNELS", by_ops)
     for module in (specvis.decoding.jacobi, specvis.decoding.speculative):
         monkeypatch.setattr(module, "run_step", largest.seen(module.run_step))
     with largest:
@@ -128,7 +128,7 @@ def test_a_forward_of_mar_takes_one_thread_of_pytorchs(monkeypatch, by_ops):
         torch.manual_seed(0)
         mar = MAR(replace(TINY, dim=128, tokens=256, buffer=64)).eval().requires_grad_(False)
     largest = Largest()
-    monkeypatch.setattr(layers, "USE_DECODER_LAYERS", by_ops)
+    monkeypatch.setattr(layers, "USE_KERNELS", by_ops)
     monkeypatch.setattr(mar, "forward", largest.seen(mar.forward))
     with largest:
         parallel_decode(mar, torch.tensor([3]), ContinuousSampling.of([1], guidance=2.0), 2)

@@ -104,7 +104,7 @@ Tensors<2> rms_norm(const Tensor& x, const Tensor& weight, const MaybeTensor& re
   batch.weight = a.read("weight", weight, "E", x.scalar_type());
   if (residual) batch.residual = a.read("residual", *residual, "ME", x.scalar_type());
   const int64_t M = batch.M = a.size('M'), E = batch.E = a.size('E');
-  batch.eps = eps;
+  batch.eps = static_cast<float>(eps);
   Tensor normed = a.make({M, E}, x.scalar_type());
   Tensor stream = residual ? a.make({M, E}, x.scalar_type()) : a.make({0}, x.scalar_type());
   batch.normed = normed.mutable_data_ptr();

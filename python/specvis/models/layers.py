@@ -21,7 +21,7 @@ from specvis_kernels import (
 
 from .interface import Nodes
 
-USE_DECODER_LAYERS = True  # False: PyTorch's modules read everything, for who compares the two
+USE_KERNELS = True  # False: PyTorch's operations read everything, for who compares the two
 DTYPES = torch.float32, torch.bfloat16
 # Where rms_norm, swiglu and rotate_into_cache replace PyTorch's operations. A CPU has decoder_layers.
 FUSED_DEVICES = {"cuda"} if "triton" in backends("rms_norm", "cuda") else set()
@@ -76,7 +76,7 @@ class Packing:
         if torch.is_grad_enabled():
             self.state = None
             return None
-        if (self.packed is None or not USE_DECODER_LAYERS or x.device.type != "cpu"
+        if (self.packed is None or not USE_KERNELS or x.device.type != "cpu"
                 or x.dtype != self.weights[0].dtype or torch.is_autocast_enabled("cpu")
                 or is_transformed()):
             return None
@@ -128,7 +128,8 @@ def without_biases(parts: Sequence[nn.Module]) -> Sequence[nn.Module]:
 def can_fuse(*tensors: Tensor) -> bool:
     """Whether the fused ops read tensors of a layer: without gradients, and all of one dtype."""
     first = tensors[0]
-    return (first.device.type in FUSED_DEVICES and not torch.is_grad_enabled() and first.dtype != torch.float64
+    return (USE_KERNELS and first.device.type in FUSED_DEVICES and not torch.is_grad_enabled()
+            and torch.autograd.forward_ad._current_level < 0 and first.dtype != torch.float64
             and all(tensor.dtype == first.dtype for tensor in tensors))
 
 

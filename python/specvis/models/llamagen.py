@@ -156,7 +156,8 @@ class GPT(nn.Module):
     On a CPU, in float32 and bfloat16, conditions and tokens are read by `decoder_layers` and `packed_linear`. Not a bit
     depends on how many nodes are read at once, on other rows, or on the number of threads. So seed-exact methods draw
     exactly the baseline's tokens. Blocks that were changed (adapters, hooks), gradients, heads whose size is no
-    multiple of 16, and other devices take PyTorch's modules.
+    multiple of 16, and other devices take PyTorch's modules; these have `rms_norm`, `swiglu` and `rotate_into_cache` on
+    CUDA without gradients. A block returns its input after attention, and what is still to be added to it.
     """
 
     can_replay = True
