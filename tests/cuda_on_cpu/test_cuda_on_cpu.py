@@ -170,7 +170,7 @@ def test_an_older_gpu_has_no_clusters(run, monkeypatch):
 
 
 @pytest.mark.parametrize("variables, rows, clusters", [
-    ({}, [1, 8, 16, 17, 33, 34, 66, 67], [8, 8, 8, 4, 4, 2, 2, 1]), ({"CAPABILITY": "8"}, [1, 8], [1, 1]),
+    ({}, [1, 8, 16, 17, 32, 33, 64, 65], [8, 8, 8, 4, 4, 2, 2, 1]), ({"CAPABILITY": "8"}, [1, 8], [1, 1]),
     ({"SMS": "16"}, [1, 2, 3, 4, 8, 9], [8, 8, 4, 4, 2, 1])])
 def test_variables_make_another_device(run, monkeypatch, variables, rows, clusters):
     """cluster_for() of team.cuh, which asks a device once."""
