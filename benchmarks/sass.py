@@ -91,7 +91,7 @@ def parts_of(name: str) -> tuple[str, str, str]:
 
 
 def template_of(name: str) -> list[str]:
-    """The template arguments of a C++ kernel, in order: ["Held", "float"]"""
+    """The template arguments of a C++ kernel, in order: ["Held", "1"]"""
     rest, parts, depth = parts_of(name)[2], [], 0
     while rest and (depth or rest[0] == "I"):
         if match := re.match(r"L[a-z](\d+)E|S\d*_", rest):  # a number; or a name that was used before
