@@ -30,7 +30,8 @@ void run(const RmsNorm& batch) {
       }
       double sum = 0;
       for (const double part : sums) sum += part;
-      const auto factor = static_cast<float>(1 / std::sqrt(sum / static_cast<double>(E) + static_cast<double>(batch.eps)));
+      const auto factor =
+          static_cast<float>(1 / std::sqrt(sum / static_cast<double>(E) + static_cast<double>(batch.eps)));
       T* const normed = static_cast<T*>(batch.normed) + m * E;
       for (int64_t i = 0; i < E; ++i) normed[i] = static_cast<float>(row[i]) * factor * static_cast<float>(weight[i]);
     }
