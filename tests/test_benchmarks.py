@@ -74,6 +74,13 @@ def test_the_baseline_attends_to_the_same():
     torch.testing.assert_close(attended, expected)
 
 
+def test_the_baselines_of_a_decoders_layer_compute_the_same():
+    for op, sizes in (("rms_norm", (5, 64, torch.float32, True)), ("swiglu", (5, 64)),
+                      ("rotate_into_cache", (2, 3, 2, 1, 8, {"lengths": [4, 0]}))):
+        got, expected = both(op, "PyTorch's", *sizes)
+        torch.testing.assert_close(got, expected if isinstance(got, torch.Tensor) else tuple(expected))
+
+
 @pytest.mark.parametrize("layout", ["layers", "heads"])
 def test_the_baseline_moves_the_same_columns(layout):
     caches = []
