@@ -81,7 +81,7 @@ CASES = [  # title, op, sizes for its maker with batch B, and the design's targe
 
 @contextmanager
 def share_of(requests: int):
-    """Within this, one request is launched by the emulation as each of so many would be on the whole device.
+    """Within this, the emulation launches one request as the whole device launches each of this many.
 
     Launches depend on whether an even number of blocks is at most the multiprocessors, or any number is below them. So
     a share is rounded up: 132 / 8 to 17, of 132 / 64 to 3.
