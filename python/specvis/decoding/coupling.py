@@ -126,7 +126,7 @@ class Coupling(BatchState):
             rows = torch.where(is_other, is_inside / is_inside.sum(-1, keepdim=True), rows)
         uniforms = self.first_uniforms[self.request, counts.clamp(max=self.uniforms.shape[1] - 1)][:, 0, :n]
         self.keep_rows(positions, rows)
-        self.earlier_excess[self.request, positions % self.num_rows] = 0.0
+        self.earlier_excess[self.request, positions % self.num_rows] = torch.zeros_like(uniforms)
         return positions, sample_residual(rows.flatten(0, 1), None, uniforms.flatten()).tokens.view(positions.shape)
 
 
