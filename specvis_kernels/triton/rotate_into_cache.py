@@ -6,7 +6,7 @@ import triton.language as tl
 from ._kernel import kernel
 from ._rounding import rounded
 
-ENTRIES = 1024  # of a program, about
+ENTRIES = 512  # of a program, about: one warp has 16 bytes of each load for a thread
 
 
 @kernel("qkv", "kv_cache", "q", "D")
@@ -23,28 +23,24 @@ def rotate_into_cache_kernel(
     column = length + first_node + n
     position = tl.load(positions + r % Y * N + n)
     position = tl.minimum(tl.maximum(position, 0), P - 1)
-    h = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    i = tl.arange(0, PAIRS)[None, :]
+    # A pair's entries are neighbors in memory, or D / 2 apart: one tile of all keeps loads and stores wide.
+    h = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None, None]
+    i = tl.arange(0, PAIRS)[None, :, None]
+    j = tl.arange(0, 2)[None, None, :]
     inside = (h < H + 2 * G) & (i < D // 2)
-    first = i if HALVES else 2 * i
-    second = i + D // 2 if HALVES else 2 * i + 1
-    source = qkv + node * (H + 2 * G) * D + h * D
-    a = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(source + second, mask=inside, other=0.0).to(tl.float32)
-    c = tl.load(rotations + position * D + 2 * i, mask=i < D // 2, other=0.0)
-    s = tl.load(rotations + position * D + 2 * i + 1, mask=i < D // 2, other=0.0)
-    is_turned = h < H + G
-    turned = rounded(tl.where(is_turned, a * c - b * s, a), q.dtype.element_ty)
-    other = rounded(tl.where(is_turned, a * s + b * c, b), q.dtype.element_ty)
-    is_query = inside & (h < H)
-    target = q + node * H * D + h * D
-    tl.store(target + first, turned, mask=is_query)
-    tl.store(target + second, other, mask=is_query)
+    if HALVES:
+        d = i + j * (D // 2)
+    else:
+        d = 2 * i + j
+    x = tl.load(qkv + node * (H + 2 * G) * D + h * D + d, mask=inside, other=0.0)
+    a, b = tl.split(x.to(tl.float32))
+    c, s = tl.split(tl.load(rotations + position * D + 2 * i + j, mask=i < D // 2, other=0.0))
+    turned = tl.join(a * c - b * s, a * s + b * c)
+    turned = rounded(tl.where(h < H + G, turned, x.to(tl.float32)), q.dtype.element_ty)
+    tl.store(q + node * H * D + h * D + d, turned, mask=inside & (h < H))
     has_column = (length >= 0) & (length < T - first_node - n)
     is_entry = inside & (h >= tl.where(has_column, H, H + 2 * G))
-    target = kv_cache + ((r * T + column) * 2 * G + h - H) * D
-    tl.store(target + first, turned, mask=is_entry)
-    tl.store(target + second, other, mask=is_entry)
+    tl.store(kv_cache + ((r * T + column) * 2 * G + h - H) * D + d, turned, mask=is_entry)
 
 
 def rotate_into_cache(qkv, kv_cache, lengths, positions, rotations, first_node, rotates_halves):
@@ -57,6 +53,6 @@ def rotate_into_cache(qkv, kv_cache, lengths, positions, rotations, first_node, 
         heads = min(max(ENTRIES // (2 * pairs), 1), triton.next_power_of_2(H + 2 * G))
         rotate_into_cache_kernel[(R * N, triton.cdiv(H + 2 * G, heads))](
             qkv, kv_cache, lengths, positions, rotations, q, len(lengths), N, T, H, G, D, len(positions),
-            len(rotations), first_node, HALVES=rotates_halves, HEADS=heads, PAIRS=pairs, num_warps=4,
+            len(rotations), first_node, HALVES=rotates_halves, HEADS=heads, PAIRS=pairs, num_warps=1,
             enable_fp_fusion=False)
     return q

@@ -36,7 +36,7 @@ def merge(best, total, attended, other_best, other_total, other_attended):
 def attend_tile(
         q, best, total, attended,            # (BLOCK_M, BLOCK_D), (BLOCK_M), (BLOCK_M), (BLOCK_M, BLOCK_D)
         k_row, v_row, first, in_use, is_seen,  # the tile's first column; (BLOCK_T), (BLOCK_M, BLOCK_T)
-        k_stride, v_stride, D, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
+        k_stride, v_stride, D, scale, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
     i = tl.arange(0, BLOCK_T)[:, None]
     d = tl.arange(0, BLOCK_D)
     inside = in_use[:, None] & (d < D)[None, :]            # unseen entries may hold anything
@@ -45,7 +45,7 @@ def attend_tile(
     if WIDE:
         k = k.to(tl.float32)
         v = v.to(tl.float32)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     scores = tl.where(is_seen, scores, float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, axis=1))
     shift = tl.where(new_best == float("-inf"), 0.0, new_best)
@@ -106,9 +106,8 @@ def tree_attention_kernel(
     head = h * G + m % G
     x = tl.load(q + r * q_row + n[:, None].to(tl.int64) * q_node + head[:, None] * q_head + d[None, :], mask=inside,
                 other=0.0)
-    x = x.to(tl.float32) * scale
-    if not WIDE:
-        x = x.to(q.dtype.element_ty)
+    if WIDE:
+        x = x.to(tl.float32)
     k_cache += r * k_row + h * k_head
     v_cache += r * v_row + h * v_head
     num_columns, first_node, end = load_columns(lengths, b, T, W)
@@ -131,8 +130,9 @@ def tree_attention_kernel(
             is_cached = t < num_columns
             if key_mask is not None:
                 is_cached = is_cached & (tl.load(key_mask + r * S + t, mask=t < S, other=1) != 0)
-            best, total, attended = attend_tile(x, best, total, attended, k_cache, v_cache, r * 0 + start, is_cached,
-                                                is_cached[None, :], k_column, v_column, D, BLOCK_T, BLOCK_D, WIDE)
+            best, total, attended = attend_tile(
+                x, best, total, attended, k_cache, v_cache, r * 0 + start, is_cached, is_cached[None, :], k_column,
+                v_column, D, scale, BLOCK_T, BLOCK_D, WIDE)
         start = tl.maximum(chunk, first_node)
         while start < tl.minimum(chunk + CHUNK, end):
             column = start + tl.arange(0, BLOCK_T)
@@ -142,7 +142,8 @@ def tree_attention_kernel(
             is_seen = is_node & (((words >> (j & 63)[None, :]) & 1) != 0)
             best, total, attended = attend_tile(
                 x, best, total, attended, k_cache, v_cache, r * 0 + start,
-                tl.max(is_seen.to(tl.int32), axis=0) > 0, is_seen, k_column, v_column, D, BLOCK_T, BLOCK_D, WIDE)
+                tl.max(is_seen.to(tl.int32), axis=0) > 0, is_seen, k_column, v_column, D, scale, BLOCK_T, BLOCK_D,
+                WIDE)
             start += BLOCK_T
         whole_best, whole_total, whole = merge(whole_best, whole_total, whole, best, total, attended)
         chunk += CHUNK
@@ -196,9 +197,9 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, key_mask, scale):
     if R > 0:
         G = H // Hkv
         block_d = max(triton.next_power_of_2(D), 16)
-        # Only two block sizes, for few and for many queries, since their number changes from step to step.
+        # Only three block sizes, since the number of queries changes from step to step.
         most = 128 // q.element_size()
-        block_m = 16 if N * G <= 16 else max(16, min(most, 2 * most * 32 // block_d))
+        block_m = 16 if N * G <= 16 else max(16, min(most, 2 * most * 32 // block_d, 32 if N * G <= 32 else most))
         block_t = 16 if D % 16 != 0 else max(16, min(most, most * most // block_d))
         grid = R * Hkv, triton.cdiv(N * G, block_m)
         num_chunks = triton.cdiv(T, CHUNK) if SPLIT != "never" and grid[0] < num_multiprocessors(q.device) else 1
@@ -211,7 +212,7 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, key_mask, scale):
             counters = counters_of.get(q.device)
             if counters is None or len(counters) < grid[0] * grid[1]:
                 counters = counters_of[q.device] = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=q.device)
-        num_warps = 4 if block_m * block_d * q.element_size() < 4096 else 8
+        num_warps = 8 if q.element_size() == 4 and block_m * block_d >= 1024 else 4
         wide = q.dtype == torch.float32 or IS_INTERPRETED     # the interpreter's bfloat16 is wrong
         tree_attention_kernel[(*grid, num_chunks)](
             q, k_cache, v_cache, lengths, ancestors, None if key_mask is None else key_mask.view(torch.uint8), out,
