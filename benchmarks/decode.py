@@ -49,7 +49,7 @@ from specvis.cli.options import FILTERS, PROMPTS
 from specvis.decoding.baseline import decode
 from specvis.decoding.decoded import Decoded
 from specvis.decoding.draft_model import EagleDraftModel
-from specvis.decoding.driver import GRAPHS, Captured, round_up
+from specvis.decoding.driver import GRAPHS, Captured
 from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import METHODS, Method, parse_method
 from specvis.decoding.sampling import Sampling, repeat_for_cfg
@@ -197,7 +197,7 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
     if max_steps is not None:
         generator, num_known = torch.Generator().manual_seed(turn), L // 2
         if clock.is_cuda:  # the timed steps share a graph
-            settling, num_known = SETTLING, round_up(num_known) + 1
+            settling = SETTLING
         known = torch.randint(gpt.config.vocabulary, (batch, num_known), generator=generator).to(device)
     neighbors = subject.neighbors(method.num_neighbors, method.acceptance.metric) if method.num_neighbors else None
     target, draft_model = gpt, EagleDraftModel(gpt, subject.head, repeat_for_cfg(padding_mask))

@@ -313,7 +313,6 @@ def test_steps_on_a_gpu_are_counted_and_its_graphs_captured_before(monkeypatch):
     looks, clock = [], SimpleNamespace(is_cuda=True, now=lambda: looks.append(1) or len(looks))
     monkeypatch.setattr(decode, "Clock", lambda device: clock)
     monkeypatch.setitem(POLL, "cpu", 4)
-    monkeypatch.setattr(decode, "round_up", lambda count: count)
     config = GPTConfig(dim=32, layers=1, heads=2, vocabulary=64, grid=8, classes=10, ffn_multiple=16)
     subject = decode.Subject.random("B", config, decode.Recorder(tiny_pipeline(), ["red heart"], WIDE), "cpu",
                                     torch.float32)

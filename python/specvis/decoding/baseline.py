@@ -96,7 +96,7 @@ class BaselineState:
 
     def next_graph_key(self) -> int:
         """How many columns of the cache the next step sees at most."""
-        return min(round_up(self.target.prefix_len + self.first + 1 + self.num_steps), self.num_columns)
+        return min(round_up(self.target.prefix_len + self.first + 1 + self.num_steps, self), self.num_columns)
 
     def decoded(self) -> Decoded:
         """The images, each of which ends at its first failure. The first forward draws a token, so it is no step."""

@@ -29,6 +29,7 @@ from .trees import chain_ancestors
 POLL = {"cpu": 1}  # how many steps the host runs between two looks at the device
 USUAL_POLL = 4     # of other devices, where a look waits for all pending work
 BUCKET = 64        # columns: models read their caches in multiples of this
+WIDE_BUCKET = 1024  # where steps are replayed: a graph costs as much as some fifty steps, unread columns very little
 
 
 class GraphKey(NamedTuple):
@@ -212,9 +213,15 @@ def new_cache(target: TargetModel, rows: int, columns: int) -> ModelCache:
     return cache
 
 
-def round_up(columns: int) -> int:
+def round_up(columns: int, state) -> int:
     """That many columns, or a few more, so that reads of almost as many columns have the same shapes."""
-    return -(-columns // BUCKET) * BUCKET
+    bucket = WIDE_BUCKET if is_replayed(state) else BUCKET
+    return -(-columns // bucket) * bucket
+
+
+def is_replayed(state) -> bool:
+    """Are the steps of this state captured and replayed?"""
+    return state.can_replay and state.tokens.device.type in GRAPHS
 
 
 def can_replay(model) -> bool:
@@ -235,8 +242,8 @@ class Captured:
 
     def __call__(self, state, settings):
         if state is not self.state:  # the state was reallocated: the graphs are stale
-            make = GRAPHS.get(state.tokens.device.type) if state.can_replay else None
-            self.state, self.graphs = state, make and make(state.tokens.device)
+            device = state.tokens.device
+            self.state, self.graphs = state, GRAPHS[device.type](device) if is_replayed(state) else None
             self.num_runs, self.captured = {}, {}
         state.graph_key = state.next_graph_key()
         result = self.run(state, settings)

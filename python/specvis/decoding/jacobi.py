@@ -33,6 +33,7 @@ from .driver import (
     RunningBatch,
     decode_batch,
     decoded_log_probs,
+    is_replayed,
     keep_log_probs,
     new_log_probs,
     read_known,
@@ -168,14 +169,17 @@ class JacobiState(RunningBatch):
     def next_graph_key(self) -> GraphKey:
         """The key of the next step, after num_steps steps since the last look. Its depth is the widest window.
 
-        Towards the end of all images the nodes become fewer, by eights, so that few keys occur.
+        Towards the end of all images the nodes become fewer, by eights, so that few keys occur: not where each key
+        has to be captured.
         """
         L = self.settings.num_tokens
         active = [(count, window) for count, window in zip(self.host_counts, self.settings.host_windows) if count < L]
         num_missing = L - 1 - min(self.host_counts)
-        max_depth = min(max((window for _, window in active), default=0), -(-num_missing // 8) * 8)
+        max_depth = max((window for _, window in active), default=0)
+        if not is_replayed(self):
+            max_depth = min(max_depth, -(-num_missing // 8) * 8)
         count = max((count for count, _ in active), default=L)
-        return GraphKey(min(round_up(count + self.num_steps * (self.settings.max_window + 1)), L), max_depth)
+        return GraphKey(min(round_up(count + self.num_steps * (self.settings.max_window + 1), self), L), max_depth)
 
     def observed(self, step: "ChainStep", requests: list[int], num_requests: int) -> Step:
         """The step of the whole batch. Images that have left the running batch are finished."""

@@ -142,7 +142,7 @@ class SpeculativeState(RunningBatch):
         """The key of the next step, after num_steps steps since the last look."""
         L = self.settings.num_tokens
         count = max((count for count in self.host_counts if count < L), default=L)
-        max_count = min(round_up(count + self.num_steps * (self.settings.max_depth + 1)), L)
+        max_count = min(round_up(count + self.num_steps * (self.settings.max_depth + 1), self), L)
         return GraphKey(max_count, self.host_depth, self.host_width)
 
     def decoded(self) -> Decoded:
