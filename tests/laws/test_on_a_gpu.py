@@ -109,8 +109,8 @@ def test_it_runs_on_the_current_stream(op, backend):
         expected = [out.cpu() for out in run(op, args, kwargs, backend)]
         late = tree_map_only(torch.Tensor, torch.zeros_like, (args, kwargs))
         if ON_GPU:
-            with torch.cuda.stream(stream):  # its memory is allocated before
-                run(op, args, kwargs, backend, check=False)
+            with torch.cuda.stream(stream):  # its memory is allocated before, and Triton compiles for these strides
+                run(op, *late, backend, check=False)
             torch.cuda.synchronize()
             torch.cuda._sleep(SLEEP)
         with torch.cuda.stream(stream) if ON_GPU else nullcontext():
