@@ -19,7 +19,17 @@ void check(cudaError_t error, const char* call) {
 }
 #define CHECK(call) check(call, #call)
 
-enum class What { block_barrier, barrier, relaxed_barrier, exchange, async_exchange, load, atomic };
+enum class What {
+  block_barrier,
+  barrier,
+  relaxed_barrier,
+  shared_barrier,
+  exchange,
+  pull,
+  async_exchange,
+  load,
+  atomic
+};
 
 template <class T>
 __device__ T* in_block(T* shared, unsigned rank) {
@@ -50,10 +60,20 @@ __global__ void __launch_bounds__(kThreads) repeat(long long* cycles) {
   for (int turn = 0; turn < kTurns; ++turn) {
     uint64_t* const to = values[turn & 1];
     if (what == What::block_barrier) __syncthreads();
-    if (what == What::exchange && lane < size) in_block(to, lane)[rank * warps + warp] = sum;  // as Team::exchange
+    if (what == What::exchange && lane < size) in_block(to, lane)[rank * warps + warp] = sum;
     if (what == What::relaxed_barrier) __cluster_barrier_arrive_relaxed();
     if (what == What::barrier || what == What::exchange) __cluster_barrier_arrive();
     if (what == What::barrier || what == What::exchange || what == What::relaxed_barrier) __cluster_barrier_wait();
+    if (what == What::pull && lane == 0) to[warp] = sum;
+    if (what == What::shared_barrier || what == What::pull) {  // for what blocks write to their own shared memory alone
+      asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
+      __cluster_barrier_arrive_relaxed();
+      __cluster_barrier_wait();
+    }
+    if (what == What::pull) {
+#pragma unroll 4
+      for (unsigned w = lane; w < size * warps; w += 32) sum += in_block(to, w / warps)[w % warps];
+    }
     if (what == What::async_exchange) {
       const uint32_t mbarrier = address(&mbarriers[turn & 1]), own = address(&to[rank * warps + warp]);
       if (threadIdx.x == 0)
@@ -150,7 +170,9 @@ int main() {
     measure<What::block_barrier>("__syncthreads", cluster, cycles);
     measure<What::barrier>("barrier of the cluster", cluster, cycles);
     measure<What::relaxed_barrier>("barrier of the cluster, arrive.relaxed", cluster, cycles);
-    measure<What::exchange>("exchange as Team's", cluster, cycles);
+    measure<What::shared_barrier>("barrier of the cluster, for shared memory", cluster, cycles);
+    measure<What::exchange>("exchange by stores to all blocks", cluster, cycles);
+    measure<What::pull>("exchange by loads from all blocks", cluster, cycles);
     measure<What::async_exchange>("exchange by st.async and mbarriers", cluster, cycles);
     measure<What::load>("load of another block's shared memory", cluster, cycles);
     measure<What::atomic>("atomicAdd there, with its result", cluster, cycles);

@@ -16,7 +16,7 @@ constexpr unsigned kMaxRanked = 512;   // entries; if more reach the bound, the 
 constexpr unsigned kMaxGroups = 1024;  // groups of lanes in a team
 constexpr int64_t kFewRanked = 128;    // entries that are ranked without a bound
 
-// A block may reuse it for several rows; a cluster only for one.
+// A block may reuse it for several rows; a cluster only for one, and its blocks must not end before sync_shared().
 class BestOf {
  public:
   __device__ explicit BestOf(Team& team) : team_(team) {}
@@ -36,11 +36,16 @@ class BestOf {
     for (unsigned step = 0; step < shift; ++step) {
       largest = ::max(largest, __shfl_xor_sync(kAllLanes, largest, 1 << step));
     }
-    if (lane() >> shift << shift == lane()) {
-      const unsigned own_group = team_.thread() >> shift;
-      for (unsigned rank = 0; rank < team_.size(); ++rank) team_.shared_of(rank, shared.maxima)[own_group] = largest;
+    if (lane() >> shift << shift == lane()) shared.maxima[team_.thread() >> shift] = largest;
+    team_.sync_shared();
+    if (team_.size() > 1) {  // the other blocks' maxima
+      const unsigned groups_a_block = groups / team_.size();
+      for (unsigned i = threadIdx.x; i < groups; i += blockDim.x) {
+        const unsigned rank = i / groups_a_block;
+        if (rank != team_.rank()) shared.maxima[i] = team_.shared_of(rank, shared.maxima)[i];
+      }
+      __syncthreads();
     }
-    team_.sync();
     // Each warp takes the largest maximum that is left until it has seen `count`, or there is none. For a small count,
     // a lane's largest stands for all of its maxima; a lane counts equal ones once. So the bound may be lower than it
     // could be.
@@ -70,18 +75,28 @@ class BestOf {
   template <class ForEach, class Again, class Emit>
   __device__ void rank(const ForEach& for_each, const Again& again, float floor, const Emit& emit) {
     Shared& shared = shared_memory();
-    unsigned* const num_found = team_.shared_of(0, &shared.num_found[turn_]);
-    uint64_t* const found = team_.shared_of(0, shared.found);
+    unsigned& num_found = shared.num_found[turn_];  // in this block
     if (own_largest_ > 0 && own_largest_ >= bound_) {
       const float bound = bound_ > 0 ? value_of(bound_) : floor;  // 0: too few groups have an entry, so all count
       for_each([&](int64_t v, float x) {
         if (!(x >= bound && x > floor)) return;
-        const unsigned i = atomicAdd(num_found, 1u);
-        if (i < kMaxRanked) found[i] = entry(ordered(x), v);
+        const unsigned i = atomicAdd(&num_found, 1u);
+        if (i < kMaxRanked) shared.found[i] = entry(ordered(x), v);
       });
     }
-    team_.sync();
-    const unsigned number = *num_found;
+    team_.sync_shared();
+    const unsigned of_lane = lane() < team_.size() ? *team_.shared_of(lane(), &num_found) : 0;
+    const unsigned number = __reduce_add_sync(kAllLanes, of_lane);
+    if (number <= kMaxRanked && team_.rank() == 0) {  // it takes the other blocks' entries
+      unsigned end = num_found;
+      for (unsigned rank = 1; rank < team_.size(); ++rank) {
+        const unsigned count = __shfl_sync(kAllLanes, of_lane, static_cast<int>(rank));
+        const uint64_t* const from = team_.shared_of(rank, shared.found);
+        for (unsigned i = threadIdx.x; i < count; i += blockDim.x) shared.found[end + i] = from[i];
+        end += count;
+      }
+      __syncthreads();
+    }
     if (number <= kMaxRanked) {
       if (team_.rank() == 0) rank_found(number, emit);
     } else {

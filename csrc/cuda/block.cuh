@@ -67,12 +67,16 @@ __device__ inline unsigned lane() { return threadIdx.x % kWarp; }
 __device__ inline unsigned warp() { return threadIdx.x / kWarp; }
 __device__ inline unsigned warps() { return blockDim.x / kWarp; }
 
+// Of 64 bits, modulo 2^64: three additions of 27 of them, each of one instruction for the whole warp.
 template <class T>
 __device__ T warp_sum(T value) {
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    value += __shfl_xor_sync(kAllLanes, value, distance);
-  }
-  return value;
+  static_assert(sizeof(T) == 8, "a warp adds 32 bits by __reduce_add_sync");
+  constexpr unsigned kBits = 27, kMask = (1u << kBits) - 1;
+  const uint64_t bits = static_cast<uint64_t>(value);
+  const uint64_t low = __reduce_add_sync(kAllLanes, static_cast<unsigned>(bits) & kMask);
+  const uint64_t middle = __reduce_add_sync(kAllLanes, static_cast<unsigned>(bits >> kBits) & kMask);
+  const uint64_t high = __reduce_add_sync(kAllLanes, static_cast<unsigned>(bits >> 2 * kBits));
+  return static_cast<T>(low + (middle << kBits) + (high << 2 * kBits));
 }
 
 // The sum of the values of the lanes up to this one, which is one of the first `lanes`.
@@ -85,11 +89,9 @@ __device__ inline int64_t warp_scan(int64_t value, unsigned lanes = kWarp) {
 }
 
 __device__ inline uint64_t warp_max(uint64_t value) {
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    const uint64_t other = __shfl_xor_sync(kAllLanes, value, distance);
-    value = other > value ? other : value;
-  }
-  return value;
+  const unsigned own = static_cast<unsigned>(value >> 32), high = __reduce_max_sync(kAllLanes, own);
+  const unsigned low = __reduce_max_sync(kAllLanes, own == high ? static_cast<unsigned>(value) : 0);
+  return uint64_t{high} << 32 | low;
 }
 
 struct Scan {

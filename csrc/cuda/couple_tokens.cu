@@ -127,6 +127,7 @@ __global__ void __launch_bounds__(kThreads, 1) couple_tokens_kernel(CoupleTokens
   Team team;
   const int64_t r = blockIdx.x / team.size();
   const Coupled out = couple(team, batch, r, share, bits);
+  team.end();
   if (out.token >= 0) batch.new_tokens[r] = out.token;
   if (team.thread() != 0) return;
   batch.is_kept[r] = out.is_kept;

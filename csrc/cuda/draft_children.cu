@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kMaxDraftThreads, 1) draft_children_kernel(Dra
   constexpr int64_t kCapacity = 2 * kBins * sizeof(unsigned) / sizeof(float4);  // the histogram's memory
   draw_by_noise(team, probs, V, Noise(batch.seeds[b], batch.positions[r]), K, tokens,
                 reinterpret_cast<float4*>(shared->low), kCapacity);
-  if (team.size() > 1) team.sync();
+  team.end();
 }
 
 }  // namespace

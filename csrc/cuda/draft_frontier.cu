@@ -58,8 +58,12 @@ __global__ void __launch_bounds__(kMaxDraftThreads, 1) draft_frontier_kernel(Dra
     }
   }
   if (team.thread() == 0) batch.status[r] = valid ? 0 : kInvalidRow;
+  if (F > 1) {
+    team.end();
+    return;
+  }
   team.sync();  // the children are written
-  if (F > 1 || team.rank() > 0) return;
+  if (team.rank() > 0) return;
   for (unsigned k = threadIdx.x; k < batch.K; k += blockDim.x) {
     const bool exists = batch.child_scores[r * batch.K + k] > -INFINITY;  // the children are in the frontier's order
     store(batch, b, k, exists ? k : 0, exists && batch.depth[b] > batch.level);

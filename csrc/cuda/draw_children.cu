@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads) highest_scores_kernel(DrawChildren b
   const Children children =
       draw_by_noise(team, batch.draft_probs + r * V, V, noise, K, batch.tokens + r * K, copy, capacity);
   if (team.rank() == 0) store(batch, r, children);
-  if (team.size() > 1) team.sync();
+  team.end();
 }
 
 }  // namespace

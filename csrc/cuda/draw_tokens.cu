@@ -21,6 +21,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) draw_tokens_kernel(DrawTokens 
     return Noise(batch.seeds[request_of(batch.rows, r)], batch.positions[r]);
   };
   const Drawn drawn = draw_row<Entries>(team, shared, capacity, batch.rows, row(), noise, batch.ahead);
+  team.end();
   const int64_t r = row();
   const unsigned b = request_of(batch.rows, r), n = static_cast<unsigned>(r) - b * static_cast<unsigned>(batch.rows.N);
   if (team.thread() != 0) return;

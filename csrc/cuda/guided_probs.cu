@@ -14,6 +14,7 @@ __global__ void __launch_bounds__(kMaxRowThreads) guided_probs_kernel(GuidedProb
       __shfl_sync(kAllLanes, blockIdx.x, 0) / team.size();  // a shuffle makes the compiler find it again, not keep it
   row.write(batch.probs + r * batch.rows.V, batch.rows.V);
   if (team.thread() == 0) batch.status[r] = row.valid() ? 0 : kInvalidRow;
+  team.end();
 }
 
 }  // namespace

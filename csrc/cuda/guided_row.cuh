@@ -241,7 +241,7 @@ class GuidedRow {
   // The bin at which the sum of the bins from the highest on, with search->above, reaches the limit, after the entries
   // of all threads were counted. `above` becomes what is above the bin. kBins if the sum never does.
   __device__ unsigned find_bin(Search* search) {
-    team_.sync();
+    team_.sync_shared();
     const unsigned num_warps = team_.threads() / kWarp, own = team_.thread() / kWarp;
     const unsigned share = kBins >> (__ffs(static_cast<int>(num_warps)) - 1);
     const auto bin_at = [&](unsigned w, unsigned i) { return kBins - 1 - w * share - i; };
@@ -297,24 +297,23 @@ class GuidedRow {
 #pragma unroll 1
     while (true) {
       const unsigned bin = find_bin(&search);
-      if (shift < 0) {  // the logits of that bin, listed in every block
+      if (shift < 0) {  // the logits of that bin, of which each block lists its own
         best = __shfl_sync(kAllLanes, best, 0);
         scale = __shfl_sync(kAllLanes, scale, 0);
         const auto is_candidate = [&](float x) {
           return bin_of(x) == bin % kBins && x > -INFINITY && (!by_mass || x >= lowest_);
         };
         entries_.for_each_of(packs_, is_candidate, [&](float x) {
-          const unsigned at = atomicAdd(&in_block(shared_, 0)->num_candidates[by_mass], 1u);
-          if (at >= kMaxCandidates) return;
-#pragma unroll 1
-          for (unsigned block = 0; block < team_.size(); ++block) in_block(shared_, block)->candidates[by_mass][at] = x;
+          const unsigned at = atomicAdd(&shared_->num_candidates[by_mass], 1u);
+          if (at < kMaxCandidates) shared_->candidates[by_mass][at] = x;
         });
-        team_.sync();
+        team_.sync_shared();
         clear();
-        const unsigned n = in_block(shared_, 0)->num_candidates[by_mass];
+        const unsigned of_lane = lane() < team_.size() ? in_block(shared_, lane())->num_candidates[by_mass] : 0;
+        const unsigned n = __reduce_add_sync(kAllLanes, of_lane);
         if (n <= kMaxCandidates) {
           if (warp() == 0) {
-            const float found = n == 0 ? -INFINITY : among(shared_->candidates[by_mass], n, search);
+            const float found = n == 0 ? -INFINITY : among(gather(by_mass, of_lane), n, search);
             if (lane() == 0) shared_->found = found;
           }
           __syncthreads();
@@ -328,7 +327,7 @@ class GuidedRow {
         });
         keys = bounds(keys);
       } else {
-        team_.sync();  // every thread has read the bins
+        team_.sync_shared();  // every thread has read the bins
         clear();
         __syncthreads();
         if (bin == kBins) return -INFINITY;
@@ -349,6 +348,23 @@ class GuidedRow {
         }
       });
     }
+  }
+
+  // The candidates of all blocks, where this block has those for the other filter: either it is done with them, or it
+  // has none yet. By one warp, whose lanes have the numbers of the blocks' candidates.
+  __device__ const float* gather(bool by_mass, unsigned of_lane) const {
+    if (team_.size() == 1) return shared_->candidates[by_mass];
+    float* const all = shared_->candidates[!by_mass];
+    unsigned end = 0;
+#pragma unroll 1
+    for (unsigned block = 0; block < team_.size(); ++block) {
+      const unsigned count = __shfl_sync(kAllLanes, of_lane, static_cast<int>(block));
+      const float* const from = in_block(shared_, block)->candidates[by_mass];
+      for (unsigned i = lane(); i < count; i += kWarp) all[end + i] = from[i];
+      end += count;
+    }
+    __syncwarp();
+    return all;
   }
 
   // Finds the threshold among the n entries of one bin, at least one, by bisection in one warp.

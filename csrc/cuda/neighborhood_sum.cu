@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) neighborhood_sum_kernel(Nei
   const int64_t token = batch.tokens[r];
   const float delta = batch.delta[r];
   const bool valid = is_valid_row(team, row, V), inside = token >= 0 && token < V;
+  team.end();
   if (team.rank() != 0) return;
   Team block = team.alone();
   int64_t token_mass = 0;

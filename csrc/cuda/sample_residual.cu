@@ -36,6 +36,7 @@ __global__ void __launch_bounds__(kThreads, 1) sample_residual_kernel(SampleResi
   } else {
     status |= kInvalidRow;
   }
+  team.end();
   if (token >= 0) batch.tokens[r] = token;
   if (team.thread() == 0) batch.status[r] = status;
 }

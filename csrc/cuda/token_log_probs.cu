@@ -23,6 +23,7 @@ __global__ void __launch_bounds__(kMaxDraftThreads, 1) token_log_probs_kernel(To
   const int64_t r = b * batch.rows.N + n, token = batch.tokens[i];
   GuidedRow<Entries> row(team, shared, capacity, batch.rows, r);
   if (!row.valid()) {
+    team.end();
     if (team.thread() == 0) write(-INFINITY, -INFINITY, kInvalidRow);
     return;
   }
@@ -36,7 +37,8 @@ __global__ void __launch_bounds__(kMaxDraftThreads, 1) token_log_probs_kernel(To
     return log_of(static_cast<float>(static_cast<double>(team.sum(mass)) / static_cast<double>(kMassOne)));
   };
   const float log_all = log_of_sum(all), log_kept = log_of_sum(kept);
-  if (!row.allows(token)) {  // not earlier: other blocks may still read this one's candidates
+  team.end();
+  if (!row.allows(token)) {
     if (team.thread() == 0) write(-INFINITY, -INFINITY, 0);
     return;
   }

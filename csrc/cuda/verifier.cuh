@@ -119,8 +119,9 @@ class Verifier {
         best = entry > best ? entry : best;
       }
     };
-    entries_valid &= rows_.read(node, is_dense, begin_, end_, use);
-    const Total total = sum_of_team(sum, entries_valid);
+    // (nvcc takes `entries_valid &= read(..)` for one read before the call, and drops what the call changes.)
+    const bool row_valid = rows_.read(node, is_dense, begin_, end_, use);
+    const Total total = sum_of_team(sum, entries_valid && row_valid);
     state_.total = total.mass;
     state_.first = state_.last = state_.next = -1;
     state_.is_uniform = false;
@@ -308,7 +309,7 @@ class Verifier {
                         1 / static_cast<double>(state_.total), 1 / static_cast<double>(draft_total_)};
         }
       }
-      team_.sync();  // every block has read the masses
+      team_.sync_shared();  // every block has read the masses
       is_first = false;
       ++state_.num_trials;
       if (of_decider.is_accepted) {

@@ -100,6 +100,7 @@ template <bool kHasDrafts, class Rows, class Links, class NodeAt>
 __device__ void verify(Team& team, const VerifyParams& batch, int64_t b, Rows& rows, const Links& links, NodeAt node_at,
                        bool greedy, const Layout& layout, char* shared, Node* nodes = nullptr) {
   char* const scratch = batch.scratch + blockIdx.x * layout.scratch;
+  if (layout.scratch > 0) team.exchange_all_memory();  // the blocks' masses may be there
   if (!nodes) nodes = reinterpret_cast<Node*>((layout.nodes.shared ? shared : scratch) + layout.nodes.offset);
   for (int64_t n = threadIdx.x; n < links.num_nodes(); n += blockDim.x) nodes[n] = node_at(n);
   if (links.accepted_nodes() && team.rank() == 0) {
@@ -112,7 +113,7 @@ __device__ void verify(Team& team, const VerifyParams& batch, int64_t b, Rows& r
   } else {
     verifier.verify_sampled();
   }
-  if (team.size() > 1) team.sync();  // others may still read this block's shared memory
+  team.end();
 }
 
 // Verifies request b of a batch of trees and writes its outputs.

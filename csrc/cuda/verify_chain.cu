@@ -95,6 +95,7 @@ __global__ void __launch_bounds__(kRuleThreads, 1) verify_by_rule_kernel(VerifyC
   }
   RuleRows rows(team, batch, b, share);
   const ChainResult out = verify_by_rule(rows, reinterpret_cast<double*>(batch.scratch) + rows.first);
+  team.end();
   if (out.next.is_known) batch.next_token[b] = out.next.token;
   if (team.thread() == 0) write(batch, b, static_cast<int32_t>(out.num_accepted), out.tv_excess, out.status);
 }

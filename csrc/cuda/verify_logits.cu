@@ -84,6 +84,7 @@ __global__ void __launch_bounds__(kSeedThreads, 1) verify_by_seeds_kernel(Verify
     if (team.thread() == 0) accepted_nodes[depth] = static_cast<int32_t>(node);
     ++depth;
   }
+  team.end();
   for (int64_t d = depth + team.thread(); d < max_depth; d += team.threads()) accepted_nodes[d] = -1;
   if (team.thread() != 0) return;
   batch.num_accepted[b] = static_cast<int32_t>(depth);

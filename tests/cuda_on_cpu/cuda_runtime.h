@@ -192,14 +192,14 @@ inline unsigned barrier(bool vote, Place place) {
 }
 
 // Every thread of the cluster arrives, and goes on; then it waits until all the others have arrived.
-inline void arrive_at_cluster(Place place) {
+inline void arrive_at_cluster(Place place, bool is_relaxed) {
   const trace::Pause pause;
   if (self->arrivals > self->waits) fail("arrives twice at the cluster's barrier without waiting, at " + place.text());
   if (cluster_arrived == 0) cluster_place = place;
   if (!(place == cluster_place))
     fail("arrives at the cluster's barrier of " + place.text() + ", others at that of " + cluster_place.text());
   ++self->arrivals;
-  trace::arrives_at_cluster();
+  trace::arrives_at_cluster(is_relaxed);
   if (++cluster_arrived < cluster_size * size) return;
   cluster_arrived = 0;
   ++cluster_phase;
@@ -527,7 +527,8 @@ inline unsigned __clusterRelativeBlockRank() {
   return cuda_on_cpu::self->block->rank;
 }
 inline unsigned __clusterSizeInBlocks() { return cuda_on_cpu::cluster_size; }
-inline void __cluster_barrier_arrive(HERE) { cuda_on_cpu::arrive_at_cluster(place); }
+inline void __cluster_barrier_arrive(HERE) { cuda_on_cpu::arrive_at_cluster(place, false); }
+inline void __cluster_barrier_arrive_relaxed(HERE) { cuda_on_cpu::arrive_at_cluster(place, true); }
 inline void __cluster_barrier_wait(HERE) { cuda_on_cpu::wait_for_cluster(place); }
 inline void* __cluster_map_shared_rank(const void* shared, unsigned rank, HERE) {
   return cuda_on_cpu::map_shared(const_cast<void*>(shared), rank, place);

@@ -72,6 +72,7 @@ __device__ T* of_last_block() {
 }
 __global__ void arrays_of_the_last_block(int64_t*) {
   Team team;
+  team.sync();
   clear(of_last_block<int64_t>() + threadIdx.x);
   team.sync();
 }
@@ -106,11 +107,25 @@ __global__ void passes_on(int64_t* data) {
   __shared__ int64_t values[64];
   int64_t* const mine = data + int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const unsigned next = (team.rank() + 1) % team.size(), last = (team.rank() + team.size() - 1) % team.size();
+  team.sync();  // the next block runs
   in_block(dynamic, next)[threadIdx.x] = *mine;
   values[threadIdx.x] = *mine;
   if (kBarrier) team.sync();
   *mine = dynamic[threadIdx.x] * 1000 + in_block(values, last)[threadIdx.x];
   if (kLast) team.sync();
+}
+
+// Each block writes to its own shared memory, or to that of the next block of its cluster, and then the other writes.
+template <bool kToOwn>
+__global__ void over_a_relaxed_barrier(int64_t*) {
+  Team team;
+  __shared__ int64_t values[64];
+  team.sync();
+  int64_t* const next = in_block(values, (team.rank() + 1) % team.size());
+  clear((kToOwn ? values : next) + threadIdx.x);
+  team.sync_shared();
+  clear((kToOwn ? next : values) + threadIdx.x);
+  team.sync();
 }
 
 __global__ void a_cluster_barrier_for_some(int64_t*) {
@@ -286,6 +301,8 @@ const struct {
     {"passes_on", passes_on<true, true>},
     {"passes_on_without_a_barrier", passes_on<false, true>},
     {"passes_on_without_the_last_barrier", passes_on<true, false>},
+    {"own_memory_over_a_relaxed_barrier", over_a_relaxed_barrier<true>},
+    {"other_memory_over_a_relaxed_barrier", over_a_relaxed_barrier<false>},
     {"a_cluster_barrier_for_some", a_cluster_barrier_for_some},
     {"a_cluster_barrier_for_some_threads", a_cluster_barrier_for_some_threads},
     {"two_cluster_barriers", two_cluster_barriers},

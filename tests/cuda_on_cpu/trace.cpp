@@ -14,8 +14,9 @@
 //
 // Races. Two accesses to one byte by two threads, one of them a plain write, that nothing orders: a barrier of the
 // block or the cluster, a warp operation of both, or, between blocks, an atomic that one made after a fence, and the
-// other before one. A volatile load and an atomic may meet. Which order the threads ran in does not matter. Two readers
-// of a word are remembered.
+// other before one. A relaxed barrier of the cluster orders only reads, and writes to a block's own shared memory. A
+// volatile load and an atomic may meet. Which order the threads ran in does not matter. Two readers of a word are
+// remembered.
 #include <dlfcn.h>
 #include <link.h>
 #include <pthread.h>
@@ -31,9 +32,9 @@
 namespace cuda_on_cpu::trace {
 namespace {
 
-// Cycles: assumed, of the order of what microbenchmarks of Hopper published ("Dissecting the NVIDIA Hopper Architecture
-// through Microbenchmarking and Multiple Level Analysis", 2024, for memory and between multiprocessors), and for
-// barriers and fences estimates from the machine code. None was measured by this project.
+// Cycles. Barriers, fences and loads from another block are as benchmarks/probe.cu measures them on an H100; the others
+// are assumed, of the order of what microbenchmarks of Hopper published ("Dissecting the NVIDIA Hopper Architecture
+// through Microbenchmarking and Multiple Level Analysis", 2024).
 const struct {
   const char* step;
   unsigned cycles;
@@ -48,9 +49,10 @@ const struct {
     {"atomic on shared memory", 60},
     {"shuffle, vote or reduction of a warp", 25},
     {"__syncwarp", 10},
-    {"barrier of the block", 35},
-    {"barrier of the cluster", 500},
-    {"fence", 500},
+    {"barrier of the block", 44},
+    {"barrier of the cluster", 1300},
+    {"relaxed barrier of the cluster", 210},
+    {"fence", 1100},
 };
 enum Step {
   kFirst,
@@ -65,6 +67,7 @@ enum Step {
   kSyncWarp,
   kBarrier,
   kCluster,
+  kRelaxedCluster,
   kFence
 };
 
@@ -78,7 +81,7 @@ struct Range {
 };
 
 enum Kind : uint8_t { kRead, kWrite, kAtomicAccess };
-bool is_volatile = false;  // the running access
+bool is_volatile = false, is_own = false;  // the running access; is_own: to the block's own shared memory
 
 struct Site {  // an instruction, in global or in shared memory
   Address pc;
@@ -99,7 +102,8 @@ struct Request {
 // Who accessed a word, and when: the thread's barriers so far, and its clock of the warp's operations.
 struct Access {
   uint32_t block = UINT32_MAX, clock = 0;
-  uint16_t thread = 0, barriers = 0, clusters = 0, site = 0;
+  uint16_t thread = 0, barriers = 0, clusters = 0, site = 0, full_clusters = 0;  // of all barriers of the cluster
+  bool by_relaxed = false;                                                       // a relaxed one orders it too
   bool valid() const { return block != UINT32_MAX; }
 };
 struct Cell {
@@ -163,7 +167,7 @@ struct Lane {
   uint64_t time, issued;  // its time, and when the group of loads began
   unsigned num_grouped;
   uint16_t grouped[kOverlap];  // the sites of the group
-  uint16_t barriers, clusters, clusters_arrived;
+  uint16_t barriers, clusters, clusters_arrived, full_clusters, full_arrived;
   uint32_t clocks[32], fenced[32];  // what it knows of the warp's lanes; and knew at its last fence
   uint16_t fenced_barriers, fenced_clusters;
   bool has_fenced;
@@ -329,7 +333,9 @@ bool ordered(const Access& a) {  // before what the running thread does now
     if (a.thread == self->rank || lane.barriers > a.barriers) return true;
     if (a.thread / 32 == self->rank / 32 && lane.clocks[a.thread % 32] > a.clock) return true;
   }
-  if (a.block / cluster_size == block_->id / cluster_size && lane.clusters > a.clusters) return true;
+  if (a.block / cluster_size == block_->id / cluster_size &&
+      (lane.full_clusters > a.full_clusters || (a.by_relaxed && lane.clusters > a.clusters)))
+    return true;
   for (const Acquired* acquired : {&lane.acquired, &std::as_const(block_->acquired)})
     for (const auto& [location, count] : *acquired)
       for (size_t i = 0; i < count; ++i)
@@ -340,8 +346,9 @@ void compare(const Access& other, uint16_t site) {
   if (other.valid() && !ordered(other)) ++races[{other.site, site}];
 }
 void look(Cell& cell, Kind kind, uint16_t site) {
-  const Access now = {block_->id,      lane_->clocks[self->rank % 32], static_cast<uint16_t>(self->rank),
-                      lane_->barriers, lane_->clusters_arrived,        site};
+  const Access now = {block_->id,          lane_->clocks[self->rank % 32], static_cast<uint16_t>(self->rank),
+                      lane_->barriers,     lane_->clusters_arrived,        site,
+                      lane_->full_arrived, kind == kRead || is_own};
   if (kind == kRead) {
     if (!is_volatile || !cell.is_atomic) compare(cell.write, site);
     if (is_volatile) return;
@@ -422,6 +429,7 @@ void access(const void* p, unsigned bytes, Kind kind, const void* instruction) {
   }
   const uint16_t site = site_of(pc, kind, owner != nullptr);
   const bool is_part = add_to_request(at, place, bytes, kind, owner != nullptr, site);
+  is_own = owner == block_;
   look(owner ? owner->memory : global, place, bytes, kind, site, !owner);
   remote += owner && owner != block_ && !is_part;
   if (kind == kAtomicAccess) spend(owner ? kSharedAtomic : kAtomic);
@@ -560,6 +568,7 @@ void cluster_begins() {
     for (unsigned i = 0; i < size; ++i) {
       Lane& lane = block.lanes[i];
       lane.time = lane.num_grouped = lane.barriers = lane.clusters = lane.clusters_arrived = lane.paused = 0;
+      lane.full_clusters = lane.full_arrived = 0;
       lane.has_fenced = false;
       std::fill(lane.clocks, lane.clocks + 32, 0);
       std::fill(lane.fenced, lane.fenced + 32, 0);
@@ -588,10 +597,11 @@ void barrier_opens() {
   end_of_barrier(block, latest(block) + kCosts[kBarrier].cycles);
 }
 
-void arrives_at_cluster() {
+void arrives_at_cluster(bool is_relaxed) {
   end_group();
   uint64_t& opens = cluster_times[lane_->clusters_arrived++ % 2];
-  opens = std::max(opens, lane_->time + kCosts[kCluster].cycles);
+  opens = std::max(opens, lane_->time + kCosts[is_relaxed ? kRelaxedCluster : kCluster].cycles);
+  lane_->full_arrived += !is_relaxed;
   if (cluster_arrived + 1 < cluster_size * size) return;
   cluster_times[lane_->clusters_arrived % 2] = 0;  // the next barrier's
   for (unsigned b = 0; b < cluster_size; ++b) {
@@ -606,6 +616,7 @@ void arrives_at_cluster() {
 void waited_for_cluster() {
   end_group();
   lane_->time = std::max(lane_->time, cluster_times[lane_->clusters++ % 2]);
+  lane_->full_clusters = lane_->full_arrived;
 }
 
 void warp_operation(unsigned mask, bool only_waits) {

@@ -18,10 +18,10 @@ CUDA_ON_CPU_TRACED(void launch_ends())
 CUDA_ON_CPU_TRACED(void cluster_begins())
 CUDA_ON_CPU_TRACED(void cluster_ends())
 CUDA_ON_CPU_TRACED(void thread_runs(bool))
-CUDA_ON_CPU_TRACED(void barrier_opens())                 // the running thread's block
-CUDA_ON_CPU_TRACED(void arrives_at_cluster())            // the running thread,
-CUDA_ON_CPU_TRACED(void waited_for_cluster())            // the running thread goes on after the cluster's barrier
-CUDA_ON_CPU_TRACED(void warp_operation(unsigned, bool))  // by these lanes of its warp; is it __syncwarp()
+CUDA_ON_CPU_TRACED(void barrier_opens())                      // the running thread's block
+CUDA_ON_CPU_TRACED(void arrives_at_cluster(bool is_relaxed))  // the running thread,
+CUDA_ON_CPU_TRACED(void waited_for_cluster())                 // the running thread goes on after the cluster's barrier
+CUDA_ON_CPU_TRACED(void warp_operation(unsigned, bool))       // by these lanes of its warp; is it __syncwarp()
 CUDA_ON_CPU_TRACED(void fence())
 CUDA_ON_CPU_TRACED(void atomic(void*, unsigned, const void*))  // bytes; the instruction
 CUDA_ON_CPU_TRACED(void pause())
