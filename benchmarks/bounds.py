@@ -1,9 +1,9 @@
-"""What an H200 could do at best with each op:   python -m benchmarks.bounds
+"""What an H100 could do at best with each op:   python -m benchmarks.bounds
 
-Counts bytes, instructions and dependent steps and divides them by the H200's rates, for trees of 60 nodes and 16384
-ids and batches of 1, 8 and 64. Nothing is measured and no GPU takes part. It writes
-benchmarks/results/h200-bounds.json and the table of docs/gpu.md. What nvcc and g++ compiled is kept in build/, and
-compiled again after a change of the sources.
+Counts bytes, instructions and dependent steps and divides them by the H100's rates, for trees of 60 nodes and 16384
+ids and batches of 1, 8 and 64. No GPU takes part. It writes benchmarks/results/h100-bounds.json and the table of
+docs/gpu.md, in which measured times stand beside the bounds. What nvcc and g++ compiled is kept in build/, and compiled
+again after a change of the sources.
 """
 import argparse
 import json
@@ -18,13 +18,14 @@ import torch
 from benchmarks import executed, harness, ops, sass
 from tests.cuda_on_cpu import trace
 
-RESULTS = sass.ROOT / "benchmarks" / "results" / "h200-bounds.json"
+RESULTS = sass.ROOT / "benchmarks" / "results" / "h100-bounds.json"
+MEASURED = sass.ROOT / "benchmarks" / "results" / "NVIDIA-H100-80GB-HBM3.json"  # by benchmarks.ops
 PAGE = sass.ROOT / "docs" / "gpu.md"
 BATCHES = (1, 8, 64)
-RATES = {  # assumed: from NVIDIA's documents, and from what others measured on Hopper GPUs
+RATES = {  # assumed, from NVIDIA's documents, and from what others measured on Hopper GPUs; the copy is MEASURED's
     "multiprocessors": 132,
     "cycles_per_us": 1980,
-    "copy_bytes_per_us": 4.3e6,
+    "copy_bytes_per_us": 2.43e6,
     "warp_instructions_per_cycle": 4,    # on a multiprocessor, as the next two
     "conversions_64_per_cycle": 16,
     "fp64_per_cycle": 64,
@@ -48,34 +49,31 @@ HOW = {
     "tensor_us": "multiplications and additions of whole tiles / tensor_flop_per_us",
     "bound_us": "launches * kernel_us + the largest of the others in microseconds: counted, not measured",
     "limit": "which that is; launch, if all of them are less than launches * kernel_us",
-    "target_us": "the design's target, where there is one",
 }
 
-CASES = [  # title, op, sizes for its maker with batch B, and the design's targets for each batch
+CASES = [  # title, op, sizes for its maker with batch B
     # The ops of a step of LlamaGen-XL, in order
     ("draft_frontier, 10 pairs of float32", "draft_frontier",
-     lambda B: (B, 10, 16384, 10, torch.float32, True, 1, ops.IMAGE), None),
+     lambda B: (B, 10, 16384, 10, torch.float32, True, 1, ops.IMAGE)),
     ("draft_children, 10 pairs of float32", "draft_children",
-     lambda B: (B, 10, 16384, 10, torch.float32, True, False, ops.IMAGE), None),
-    ("select_tree, of 410 nodes", "select_tree", lambda B: (B, 410, 60), None),
-    ("tree_links", "tree_links", lambda B: (B, 60), (3, 3, 4)),
-    ("tree_attention, a layer, 576 columns", "tree_attention", lambda B: (B, 60, 20, 20, 64, ops.XL_HEADS),
-     (5, 15, 105)),
-    ("verify_logits", "verify_logits", lambda B: (B, 60, 16384, 6, ops.LIKELY), (8, 10, 20)),
-    ("verify_logits, LANTERN, k = 1000", "verify_logits", lambda B: (B, 60, 16384, 6, ops.LIKELY | ops.LANTERN), None),
-    ("draw_tokens, 33 pairs of float32", "draw_tokens", lambda B: (B, 33, 16384, torch.float32, True, ops.IMAGE),
-     (6, 12, 75)),
-    ("commit_kv, 6 nodes", "commit_kv", lambda B: (B, 60, 6, ops.XL_CACHE), (3, 10, 75)),
-    ("commit_tokens", "commit_tokens", lambda B: (B, 60, 6, 576, True, False), None),
+     lambda B: (B, 10, 16384, 10, torch.float32, True, False, ops.IMAGE)),
+    ("select_tree, of 410 nodes", "select_tree", lambda B: (B, 410, 60)),
+    ("tree_links", "tree_links", lambda B: (B, 60)),
+    ("tree_attention, a layer, 576 columns", "tree_attention", lambda B: (B, 60, 20, 20, 64, ops.XL_HEADS)),
+    ("verify_logits", "verify_logits", lambda B: (B, 60, 16384, 6, ops.LIKELY)),
+    ("verify_logits, LANTERN, k = 1000", "verify_logits", lambda B: (B, 60, 16384, 6, ops.LIKELY | ops.LANTERN)),
+    ("draw_tokens, 33 pairs of float32", "draw_tokens", lambda B: (B, 33, 16384, torch.float32, True, ops.IMAGE)),
+    ("commit_kv, 6 nodes", "commit_kv", lambda B: (B, 60, 6, ops.XL_CACHE)),
+    ("commit_tokens", "commit_tokens", lambda B: (B, 60, 6, 576, True, False)),
     # The others
-    ("guided_probs, 60 pairs of bfloat16", "guided_probs", lambda B: (B, 60, 16384, torch.bfloat16, True, ops.IMAGE),
-     (6, 18, 130)),
-    ("expand_tree, 10 rows", "expand_tree", lambda B: (B, 10, 16384, 10), (4, 5, 10)),
-    ("draw_children, 10 rows", "draw_children", lambda B: (B, 10, 16384, 10), (5, 5, 14)),
-    ("verify_tree", "verify_tree", lambda B: (B, 60, 16384, 6, {"branch": 10}), (6, 10, 15)),
-    ("verify_tree, LANTERN, k = 1000", "verify_tree", lambda B: (B, 60, 16384, 6, ops.LANTERN), (12, 16, 25)),
-    ("verify_tree, draft rows", "verify_tree", lambda B: (B, 60, 16384, 6, ops.STATIC), (12, 16, 25)),
-    ("neighborhood_sum, 60 rows, k = 1000", "neighborhood_sum", lambda B: (B * 60, 16384, 1000), (5, 8, 60)),
+    ("guided_probs, 60 pairs of bfloat16", "guided_probs",
+     lambda B: (B, 60, 16384, torch.bfloat16, True, ops.IMAGE, None)),
+    ("expand_tree, 10 rows", "expand_tree", lambda B: (B, 10, 16384, 10)),
+    ("draw_children, 10 rows", "draw_children", lambda B: (B, 10, 16384, 10)),
+    ("verify_tree", "verify_tree", lambda B: (B, 60, 16384, 6, {"branch": 10})),
+    ("verify_tree, LANTERN, k = 1000", "verify_tree", lambda B: (B, 60, 16384, 6, ops.LANTERN)),
+    ("verify_tree, draft rows", "verify_tree", lambda B: (B, 60, 16384, 6, ops.STATIC)),
+    ("neighborhood_sum, 60 rows, k = 1000", "neighborhood_sum", lambda B: (B * 60, 16384, 1000)),
 ]
 
 
@@ -119,7 +117,7 @@ def attention_tiles(kernels: dict[str, dict], case: tuple) -> tuple[int, float]:
 
 def bound(title: str, op: str, case: tuple, B: int, one: dict, chains: list[int] | None,
           kernels: dict[str, dict]) -> dict:
-    """One row of the results, without target. `one`: what one request runs in that batch; `chains`: see `chain`"""
+    """One row of the results. `one`: what one request runs in that batch; `chains`: see `chain`"""
     num_bytes, flop = ops.ROWS[op][1](*case), 0.0
     counts = {name: B * one.get(name, 0) for name in ("instructions", "conversions_64", "fp64")}
     cycles = min(RATES["multiprocessors"], B * one.get("blocks", 132)) * RATES["cycles_per_us"]  # a us, of all used
@@ -155,13 +153,18 @@ def cell(rows: list[dict], name: str, number: str = "{:g}") -> str:
 
 def table(results: dict) -> str:
     """Of docs/gpu.md: a line for each op, and in a cell the batches of 1 / 8 / 64."""
-    lines = ["| op | MB | launches | memory | instructions | chain | bound | limit | target |",
+    times = {(row["op"], row["shape"]): row["median_us"] for row in json.loads(MEASURED.read_text())["rows"]
+             if row["mode"] == "graph between"}
+    cases = {title: case for title, _, case in CASES}
+    lines = ["| op | MB | launches | memory | instructions | chain | bound | limit | measured |",
              "|---|---|---|---|---|---|---|---|---|"]
     for title in dict.fromkeys(row["title"] for row in results["rows"]):
-        rows = [row | {"mb": row["bytes"] / 1e6} for row in results["rows"] if row["title"] == title]
+        rows = [row | {"mb": row["bytes"] / 1e6,
+                       "measured": times.get((row["op"], ops.format_case(cases[title](row["batch"]))))}
+                for row in results["rows"] if row["title"] == title]
         parts = [re.sub(r"^\w+", r"`\g<0>`", title), cell(rows, "mb", "{:.3g}"),
                  *(cell(rows, name) for name in ("launches", "memory_us", "instructions_us", "chain_us")),
-                 f"**{cell(rows, 'bound_us')}**", *(cell(rows, name) for name in ("limit", "target_us"))]
+                 cell(rows, "bound_us"), cell(rows, "limit"), f"**{cell(rows, 'measured', '{:.1f}')}**"]
         lines.append("| " + " | ".join(parts) + " |")
     return "\n".join(lines)
 
@@ -182,16 +185,16 @@ def compile_all() -> None:
             job.result()
 
 
-def rows_of(title: str, op: str, case, targets: tuple | None, attention: dict) -> list[dict]:
+def rows_of(title: str, op: str, case, attention: dict) -> list[dict]:
     """The results of an op's sizes, for each batch. attention: what `sass.read_triton` says of that op"""
     rows = []
-    for i, B in enumerate(BATCHES):
+    for B in BATCHES:
         one, chains = {}, None
         if op != "tree_attention":
             chains = chain(op, B, case)
             with share_of(B):
                 one = executed.count(op, case(1))
-        row = bound(title, op, case(B), B, one, chains, attention) | {"target_us": targets and targets[i]}
+        row = bound(title, op, case(B), B, one, chains, attention)
         rows.append(row)
         print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     return rows
@@ -202,7 +205,7 @@ def count_all() -> dict:
     with ProcessPoolExecutor(1, get_context("fork")) as pool:  # no kernel runs in that process afterwards
         attention = pool.submit(sass.read_triton, ["tree_attention"]).result()[1]["tree_attention"]
     rows = [row for case in CASES for row in rows_of(*case, attention)]
-    return {"device": "NVIDIA H200", "note": "counted, not measured", "how": HOW, "rates": RATES,
+    return {"device": "NVIDIA H100", "note": "counted, not measured", "how": HOW, "rates": RATES,
             "git": harness.machine()["git"], "rows": rows}
 
 

@@ -94,7 +94,7 @@ def file_name(machine: dict) -> str:
 
 def text_of(content: dict | list, depth: int = 2) -> str:
     """JSON with a line for each row of a table: what is deeper than `depth`, or short and flat, is one line."""
-    parts = content.values() if isinstance(content, dict) else content if isinstance(content, list) else []
+    parts = content.values() if isinstance(content, dict) else content if isinstance(content, (list, tuple)) else []
     text = json.dumps(content)
     if not depth or len(text) < 600 and not any(isinstance(part, (dict, list)) for part in parts):
         return text

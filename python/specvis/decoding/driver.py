@@ -6,8 +6,6 @@ When no request waits, the scheduler compacts the batch.
 On a CUDA device a step is captured once for each graph key, and replayed. The loops keep all that changes in the same
 memory, and a step reads nothing back to the host. So the kernels of a step, launched again on the same memory, are the
 next step. A CUDA graph launches them all at once, without Python in between.
-
-No GPU has run the capture yet: the tests replay the operations of a step on the CPU.
 """
 from collections import deque
 from collections.abc import Callable
