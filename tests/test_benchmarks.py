@@ -135,7 +135,7 @@ def test_instructions_are_counted_as_each_batch_launches_them(monkeypatch):
     monkeypatch.setattr(bounds, "chain", lambda op, B, case: [400, 5])
     monkeypatch.setattr(executed, "count", lambda op, case: {
         "blocks": 1, "instructions": case[0] * int(os.environ["CUDA_ON_CPU_SMS"])})
-    rows = bounds.rows_of("tree_links", "tree_links", lambda B: (B, 60), None, {})
+    rows = bounds.rows_of("tree_links", "tree_links", lambda B: (B, 60), {})
     assert [row["instructions"] for row in rows] == [132, 8 * 17, 64 * 3]
     assert {(row["launches"], row["chain_cycles"]) for row in rows} == {(2, 405)}
     assert "CUDA_ON_CPU_SMS" not in os.environ

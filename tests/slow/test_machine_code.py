@@ -172,7 +172,9 @@ FEWER_LOADS = {  # a part of a kernel's name -> how many, and why
     "sample_residual": (0, "4 bytes a lane, more than 32 of them in flight"),
     "verify_by_rule": (0, "4 bytes a lane, more than 32 of them in flight"),
     "frontier": (0, "it reads scores, no rows"),
+    "verify_by_seeds<Streamed>": (2, "the compiler has no registers for more"),
 }
+SPILLING = {"guided_probs<Held>": 16}  # bytes of a stack, so that a multiprocessor has registers for two blocks
 ROWS = {"couple_tokens", "draft_children", "draft_frontier", "draw_children", "draw_tokens", "expand_tree",
         "guided_probs", "neighborhood_sum", "sample_residual", "token_log_probs", "verify_chain", "verify_logits",
         "verify_tree"}
@@ -188,7 +190,7 @@ def library():
 
 def test_no_kernel_uses_local_memory(library):
     assert not [title for kernels in library[1].values() for title, kernel in kernels.items()
-                if kernel["stack"] or "local" in kernel]
+                if kernel["stack"] > SPILLING.get(title, 0) or title not in SPILLING and "local" in kernel]
 
 
 def test_rows_are_read_with_four_loads_in_flight(library):
@@ -285,9 +287,9 @@ def test_a_request_runs_on_its_share_as_in_a_batch():
 
 @pytest.mark.parametrize("B, parts, bound, limit", [
     (1, {"memory_us": 0.0, "instructions_us": 0.13}, 1.5, "launch"),     # 1000 / 4 cycles on the one multiprocessor
-    (64, {"memory_us": 0.02, "instructions_us": 0.13}, 1.5, "launch"),   # on 64 of them
-    (1320, {"memory_us": 0.44, "instructions_us": 1.26}, 2.6, "launch"),
-    (6600, {"memory_us": 2.21, "instructions_us": 6.31}, 7.6, "instructions"),
+    (64, {"memory_us": 0.04, "instructions_us": 0.13}, 1.5, "launch"),   # on 64 of them
+    (1320, {"memory_us": 0.78, "instructions_us": 1.26}, 2.6, "launch"),
+    (6600, {"memory_us": 3.91, "instructions_us": 6.31}, 7.6, "instructions"),
 ])
 def test_bounds(B, parts, bound, limit):
     row = bounds.bound("tree_links", "tree_links", (B, 60), B, {"blocks": 1, "instructions": 1000}, [396], {})

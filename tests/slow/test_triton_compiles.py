@@ -47,7 +47,7 @@ def test_every_kernel_compiles(gpu, which):
     assert kernels
     if (gpu, which) == ("sm_90", "all"):
         release = tuple(map(int, version("triton").split(".")[:2]))
-        most = 0 if release >= (3, 9) else 16  # 3.7 and 3.8 give a few kernels a stack of 8 or 16 bytes
+        most = 0 if release >= (3, 9) else 32  # 3.6 to 3.8 give a few kernels a stack of up to 32 bytes
         spilling = [row for row in kernels if row[3] > most and row[-1]]
         assert not spilling, "[op, kernel, registers, bytes spilled, bytes shared, sizes, True: they are real]"
 
