@@ -159,7 +159,7 @@ class BestOf {
       if (best == 0) break;
       last = value_of(static_cast<uint32_t>(best >> 32));
       last_id = id_of(best);
-      if (own_entry == best) emit(rank, last_id, last);
+      if (team_.thread() == 0) emit(rank, last_id, last);
     }
   }
 

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../shared/floats.h"
 #include "../shared/rules.h"
@@ -70,7 +71,7 @@ __device__ inline unsigned warps() { return blockDim.x / kWarp; }
 // Of 64 bits, modulo 2^64: three additions of 27 of them, each of one instruction for the whole warp.
 template <class T>
 __device__ T warp_sum(T value) {
-  static_assert(sizeof(T) == 8, "a warp adds 32 bits by __reduce_add_sync");
+  static_assert(std::is_integral_v<T> && sizeof(T) == 8, "a warp adds 32 bits by __reduce_add_sync");
   constexpr unsigned kBits = 27, kMask = (1u << kBits) - 1;
   const uint64_t bits = static_cast<uint64_t>(value);
   const uint64_t low = __reduce_add_sync(kAllLanes, static_cast<unsigned>(bits) & kMask);

@@ -1,6 +1,7 @@
 // The threads that share a row: the threads of a block, or of all blocks of a cluster where the GPU has clusters (sm_90
 // and later). All of them call a method of their team together, and each gets the result. Blocks write to their own
-// shared memory and read the others': then the barrier between the two is a cheap one.
+// shared memory and read the others': then the barrier between the two is a cheap one. (verify_logits writes to the
+// others', before a sync().)
 #pragma once
 #include <algorithm>
 #include <map>
@@ -70,7 +71,7 @@ class Team {
     }
   }
   // What any thread wrote before to its own block's shared memory, every thread may read; and what threads read before,
-  // may be written.
+  // and have used, may be written.
   __device__ void sync_shared() const {
     if (size_ > 1) {
       cluster_barrier_for_shared();

@@ -309,6 +309,7 @@ class Verifier {
                         1 / static_cast<double>(state_.total), 1 / static_cast<double>(draft_total_)};
         }
       }
+      __syncthreads();      // this block's nodes and bits may be in scratch memory
       team_.sync_shared();  // every block has read the masses
       is_first = false;
       ++state_.num_trials;

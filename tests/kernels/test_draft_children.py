@@ -34,6 +34,14 @@ def test_draws_by_hand(backend, uniforms, tokens):
     assert drawn == tokens and status == 0 and probs == pytest.approx([1/2, 1/4, 1/8, 1/8])
 
 
+def test_of_many_equal_ids_the_lowest_are_the_likeliest(backend):
+    """More than a GPU's block ranks at once, and in the parts of a row that its last blocks read."""
+    logits = (torch.arange(4096, device=DEVICE) >= 3496).float()[None, None]
+    out = draft_children(logits, None, torch.zeros(1, 1, 5, device=DEVICE), **settings(temperature=(0.0,)),
+                         backend=backend)
+    assert out.tokens.flatten().tolist() == list(range(3496, 3501)) and not out.status.any()
+
+
 def test_only_what_the_filters_keep_is_drawn(backend):
     """Of sixteenths 1 8 1 4 2 top-k keeps 8 4 2; of these fourteen parts a top-p of 0.6 keeps 12."""
     row = [1/16, 1/2, 1/16, 1/4, 1/8]

@@ -26,8 +26,8 @@ from .trees import chain_ancestors
 
 POLL = {"cpu": 1}  # how many steps the host runs between two looks at the device
 USUAL_POLL = 4     # of other devices, where a look waits for all pending work
-BUCKET = 64        # columns: models read their caches in multiples of this
-WIDE_BUCKET = 1024  # where steps are replayed: a graph costs as much as some fifty steps, unread columns very little
+BUCKET = 64         # columns: models read their caches in multiples of this,
+WIDE_BUCKET = 1024  # and where steps are replayed, of this: a graph costs as much as some fifty steps
 
 
 class GraphKey(NamedTuple):

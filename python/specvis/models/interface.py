@@ -107,7 +107,8 @@ class TargetModel(Protocol):
     It may also have an attribute `can_replay`, which is True. Then a CUDA device captures the steps of decoding and
     runs their kernels again without Python. So `extend`, `logits`, `id_range` and the cache's `commit` must do all
     their work on the device, in memory that stays the same: they read nothing back, copy nothing from the host, count
-    nothing in Python, and make no memory of the cache anew.
+    nothing in Python, and make no memory of the cache anew. A step then reads up to 1024 columns that nobody has
+    written yet, so that one graph serves long: attention should skip them, as `tree_attention` does.
 
     A hidden state is any vector from which the model can tell the logits. It may be the logits themselves. Only a
     draft model that reads hidden states (EAGLE's) needs more of it.
