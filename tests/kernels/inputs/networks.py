@@ -18,9 +18,9 @@ CASES["tree_attention"] = [
     (3, 20, 2, 2, 48, {"dtype": torch.bfloat16, "columns": 60}),
     (1, 70, 3, 1, 100, {"dtype": torch.float16, "columns": 150}),
 ]
-# Of bfloat16, to which a GPU's kernel rounds the weights before it multiplies by v, as others do;
+# Of 16 bits, to which a GPU's kernel rounds the weights before it multiplies by v, as others do;
 # tests/kernels/test_tree_attention.py has the other dtypes.
-TOLERANCES["tree_attention"] = {0: (1e-2, 1e-2)}
+TOLERANCES["tree_attention"] = {0: (1e-2, 1e-2 if DEVICE == "cuda" else 1e-3)}
 
 
 def tree_attention(B, N, H, Hkv, D, options=None):
