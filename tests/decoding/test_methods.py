@@ -128,7 +128,7 @@ def test_labels_read_back(text, expected):
 
 def test_what_a_jacobi_method_is():
     m = METHODS["jacobi"]
-    assert [name for name in m.parameters if name not in relaxing(m)] == ["window", "guess", "seed_exact"]
+    assert [name for name in m.parameters if name not in relaxing(m)] == ["window", "guess", "refresh", "seed_exact"]
     assert list(METHODS["gsd"].parameters) == ["window", "guess", "seed_exact", "coupling", "k", "delta", "cutoff",
                                                    "metric", "omega", "nu", "residual"]
     assert (m.drafts.window, m.max_depth, m.max_nodes, m.max_width) == ("auto", MAX_WINDOW, MAX_WINDOW + 1, 1)

@@ -6,6 +6,8 @@ draw after it: it followed the right tokens. The other draws are better guesses.
 yet is guessed from the row of the position above it, with its own noise. (Speculative Jacobi decoding,
 arXiv:2410.01699; with the same noise in every forward, arXiv:2510.24211.)
 
+A small model may redraw the guesses between two forwards, see `refresh`.
+
 A position's noise never changes. So the tokens are the tokens that `decode` draws with the same seed, whatever the
 window. (By rejection, see `coupling`, the tokens are others.)
 
@@ -22,15 +24,17 @@ from torch import Tensor
 
 from specvis_kernels import DrawTokensResult, tree_links
 
-from ..models.interface import Nodes, TargetModel, id_range, num_tokens, rows_and_columns
+from ..models.interface import DraftModel, Nodes, TargetModel, id_range, num_tokens, rows_and_columns
 from .baseline import decode
 from .batch_state import BatchState
 from .coupling import Coupled, Coupling
 from .decoded import Decoded, Finished, Observer, Progress, Step
+from .draft_model import EagleDraftModel
 from .driver import (
     Captured,
     GraphKey,
     RunningBatch,
+    can_replay,
     decode_batch,
     decoded_log_probs,
     is_replayed,
@@ -42,7 +46,8 @@ from .driver import (
 from .facts import check_causal, facts_of
 from .method_parts import USUAL_WINDOW
 from .methods import METHODS, Method
-from .requests import Requests, check_batch, checked_requests
+from .refresh import Refresh
+from .requests import Requests, check_batch, check_draft_model, checked_requests
 from .sampling import Sampling, take_nodes
 from .trees import chain_ancestors
 from .window import TAU, timed_window
@@ -52,8 +57,8 @@ from .window import TAU, timed_window
 def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, sampling: Sampling,
                   methods: str | Method | list[str | Method], neighbors: Tensor | None = None,
                   progress: Progress | None = None, observe: Observer | None = None, *,
-                  known_tokens: Tensor | None = None, batch: int | None = None,
-                  finished: Finished | None = None) -> Decoded:
+                  draft_model: DraftModel | None = None, known_tokens: Tensor | None = None,
+                  batch: int | None = None, finished: Finished | None = None) -> Decoded:
     """Read the newest token and the guesses after it in one target forward, and draw all of them anew; until every
     image is finished.
 
@@ -61,9 +66,11 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
     go on. Arguments that are not listed here are those of `speculative_decode`.
 
     Args:
-        methods:   one for all requests, or one for each, all of one `Method.family`; or their names. `vanilla` has a
+        methods:     one for all requests, or one for each, all of one `Method.family`; or their names. `vanilla` has a
             window of no guesses
-        neighbors: needed where k > 0, except by rank
+        neighbors:   needed where k > 0, except by rank
+        draft_model: needed where methods refresh their guesses, and not used elsewhere. It must read tokens alone, as a
+            `SmallDraftModel`: it gets no hidden states
 
     Raises:
         ValueError: an argument differs from the above, or the target's logits at a token depend on later tokens
@@ -72,7 +79,14 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
         "jacobi", "none"), "Jacobi decoding or vanilla (speculative_decode takes methods with a draft model)")
     methods, base, total = requests.methods, requests.methods[0], len(requests)
     check_causal(target)
-    batch = check_batch(batch, methods, observe, target)
+    if not base.drafts.refresh:
+        draft_model = None
+    elif draft_model is None or isinstance(draft_model, EagleDraftModel):
+        raise ValueError(f"draft_model must read tokens alone, as a SmallDraftModel does, for {base.label}, "
+                         f"got {type(draft_model).__name__}")
+    else:
+        check_draft_model(target, draft_model, condition)
+    batch = check_batch(batch, methods, observe, target, draft_model)
     auto = USUAL_WINDOW
     if base.seed_exact and any(m.drafts.window == "auto" for m in methods):
         auto = auto_window(target, requests[list(range(batch))])
@@ -82,11 +96,15 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
     any_greedy = bool(sampling.greedy.any())
 
     def begin(numbers: list[int]) -> JacobiState:
-        these, coupling = requests[numbers], None
+        these, coupling, refresh = requests[numbers], None, None
         if base.drafting == "jacobi" and not base.seed_exact:
             coupling = Coupling(these.methods, these.sampling, neighbors, target, any_greedy)
-        state = JacobiState(JacobiSettings(target, these, auto), these.num_known, coupling)
-        prefill(state, state.settings, these.condition, these.known_tokens)
+        settings = JacobiSettings(target, these, auto)
+        if draft_model:
+            own_draft_model = draft_model if len(numbers) == total else draft_model.select(numbers)
+            refresh = Refresh(own_draft_model, base.drafts.refresh, settings.num_tokens, settings.max_window)
+        state = JacobiState(settings, these.num_known, coupling, refresh)
+        prefill(state, settings, these.condition, these.known_tokens)
         return state
 
     return decode_batch(begin, run_step, requests.num_known, batch, progress, observe, finished)
@@ -117,6 +135,10 @@ class JacobiSettings(BatchState):
         self.is_own = is_own if len(set(self.host_windows)) > 1 else None
         self.ancestors, self.depths = chain_ancestors(B, 1 + W, device), torch.arange(1 + W, device=device)[None]
 
+    def own(self, positions: Tensor, other: int) -> Tensor:
+        """Positions (B, N) of a step's nodes; `other` for nodes outside a request's own window."""
+        return positions if self.is_own is None else torch.where(self.is_own[:, :positions.shape[1]], positions, other)
+
     def select(self, rows: list[int], batch: int) -> "JacobiSettings":
         other = super().select(rows, batch)
         other.host_windows = [self.host_windows[row] for row in rows]
@@ -131,9 +153,10 @@ class JacobiState(RunningBatch):
     """
 
     ROWS = (*RunningBatch.ROWS, "status", "is_step")
-    PARTS, CACHES = ("settings", "coupling"), ("cache",)
+    PARTS, CACHES = ("settings", "coupling", "refresh"), ("cache",)
 
-    def __init__(self, settings: JacobiSettings, num_known: list[int], coupling: Coupling | None = None):
+    def __init__(self, settings: JacobiSettings, num_known: list[int], coupling: Coupling | None = None,
+                 refresh: Refresh | None = None):
         B, L, device = len(num_known), settings.num_tokens, settings.padding_mask.device
         super().__init__(settings, num_known, settings.prefix_len + L + settings.max_window, settings.lossless)
         width = L + 2 * max(settings.columns, settings.max_window + 1) + 2
@@ -141,12 +164,17 @@ class JacobiState(RunningBatch):
         self.status = torch.zeros(B, width, dtype=torch.int32, device=device)  # of the rows that they were drawn from
         self.log_probs = new_log_probs(settings.sampling, width)
         self.counts = self.num_known.clone()  # (B,) tokens that are final; L: the image is finished, or it failed
-        self.coupling = coupling  # None: seed-exact
+        self.coupling, self.refresh = coupling, refresh  # None: seed-exact; nobody redraws guesses
         self.is_step = torch.zeros(B, L + 1, dtype=torch.bool, device=device)  # where steps began; scratch as above
 
     @property
     def can_select(self) -> bool:
-        return self.coupling is None and hasattr(self.cache, "select")
+        caches = [self.cache] + ([self.refresh.cache] if self.refresh else [])
+        return self.coupling is None and all(hasattr(cache, "select") for cache in caches)
+
+    @property
+    def can_replay(self) -> bool:
+        return super().can_replay and (self.refresh is None or can_replay(self.refresh.draft_model))
 
     def select(self, rows: list[int], batch: int) -> "JacobiState":
         other = super().select(rows, batch)
@@ -236,6 +264,8 @@ def prefill(state: JacobiState, settings: JacobiSettings, condition: Tensor, kno
         state.coupling.keep_rows(kept, rows)
         guess_new(state, settings, hidden, state.counts, state.counts, settings.max_window)
     state.advance(torch.zeros_like(state.counts), drawn.status[:, num_above:])
+    if state.refresh:
+        state.refresh.prefill(state, 0 if known_tokens is None else known_tokens.shape[1])
     state.look()
 
 
@@ -248,10 +278,10 @@ class ChainStep(NamedTuple):
 def run_step(state: JacobiState, settings: JacobiSettings) -> ChainStep:
     """One step of all images that are not finished."""
     chain = draft(state, settings)
-    hidden = target_forward(state, settings, chain)
-    verified = verify(state, settings, chain, hidden)
+    hidden, logits = target_forward(state, settings, chain)
+    verified = verify(state, settings, chain, logits)
     commit(state, settings, chain, verified)
-    return ChainStep(chain.counts, update(state, settings, chain, hidden, verified))
+    return ChainStep(chain.counts, update(state, settings, chain, hidden, logits, verified))
 
 
 class Chain(NamedTuple):
@@ -272,33 +302,34 @@ def draft(state: JacobiState, settings: JacobiSettings) -> Chain:
                  windows if N > settings.max_window else windows.clamp(max=N - 1))
 
 
-def target_forward(state: JacobiState, settings: JacobiSettings, chain: Chain) -> Tensor:
-    """Read all nodes of the chains at once: (R, N, H). A guess that is kept is in its column of the cache already."""
+def target_forward(state: JacobiState, settings: JacobiSettings, chain: Chain) -> tuple[Tensor, Tensor]:
+    """Read all nodes of the chains at once: hidden states (R, N, H), logits (R, N, V). A guess that is kept is in its
+    column of the cache already."""
     N, S = chain.tokens.shape[1], settings.prefix_len
     columns = min(S - 1 + state.graph_key.max_count + N, state.num_columns)
     nodes = Nodes(settings.depths[:, :N], chain.counts + (S - 1), settings.ancestors[:, :N], settings.padding_mask,
                   columns)
-    return settings.target.extend(nodes.of_rows(chain.tokens), nodes, state.cache)
+    hidden = settings.target.extend(nodes.of_rows(chain.tokens), nodes, state.cache)
+    return hidden, settings.target.logits(hidden)
 
 
-def verify(state: JacobiState, settings: JacobiSettings, chain: Chain, hidden: Tensor) -> DrawTokensResult | Coupled:
+def verify(state: JacobiState, settings: JacobiSettings, chain: Chain, logits: Tensor) -> DrawTokensResult | Coupled:
     """Draw the token after each node, and count the leading guesses that are right.
 
     Seed-exact: guesses that equal their draws are right; the token below each is drawn, too. The token after the last
     node is compared with a guess that no node has read. Otherwise: guesses that rejection keeps are right.
     """
-    sampling = settings.sampling
+    sampling, ids = settings.sampling, id_range(settings.target, chain.positions)
     if state.coupling:
-        logits, ids = settings.target.logits(hidden), id_range(settings.target, chain.positions)
         budget = chain.windows.minimum((settings.num_tokens - 1) - chain.counts)
         coupled = state.coupling.couple(*sampling.of_logits(logits, ids), chain.guesses, chain.counts[:, None],
                                         budget[:, None])
         if not sampling.log_probs:
             return coupled
-        index = settings.depths[:, :hidden.shape[1]]
+        index = settings.depths[:, :logits.shape[1]]
         rows = torch.where(index <= coupled.num_accepted[:, None], index, -1)
         return coupled._replace(log_probs=sampling.log_probs_of(logits, coupled.tokens, ids, rows))
-    return sampling.draw(settings.target, hidden, chain.positions, chain.guesses, settings.ahead)
+    return sampling.draw_from(logits, chain.positions, ids, chain.guesses, settings.ahead)
 
 
 def commit(state: JacobiState, settings: JacobiSettings, chain: Chain, verified: DrawTokensResult | Coupled) -> None:
@@ -307,21 +338,18 @@ def commit(state: JacobiState, settings: JacobiSettings, chain: Chain, verified:
 
     A request guesses nothing after its own window.
     """
-    def own(positions: Tensor, other: int = state.tokens.shape[1] - 1) -> Tensor:
-        is_own = settings.is_own
-        return positions if is_own is None else torch.where(is_own[:, :positions.shape[1]], positions, other)
-
-    positions = own(chain.positions)
+    scratch = state.tokens.shape[1] - 1
+    positions = settings.own(chain.positions, scratch)
     if state.coupling:
-        state.coupling.keep_rows(own(chain.positions, -1), verified.probs)
+        state.coupling.keep_rows(settings.own(chain.positions, -1), verified.probs)
     if settings.ahead:
-        state.tokens.scatter_(1, own(chain.positions + settings.ahead), verified.ahead_tokens)
+        state.tokens.scatter_(1, settings.own(chain.positions + settings.ahead, scratch), verified.ahead_tokens)
     state.tokens.scatter_(1, positions, verified.tokens)
     state.status.scatter_(1, positions, verified.status)
     keep_log_probs(state.log_probs, positions, verified.log_probs)
 
 
-def update(state: JacobiState, settings: JacobiSettings, chain: Chain, hidden: Tensor,
+def update(state: JacobiState, settings: JacobiSettings, chain: Chain, hidden: Tensor, logits: Tensor,
            verified: DrawTokensResult | Coupled) -> Tensor:
     """Account for the step, and guess what enters the windows. Returns how many guesses are right (B,)."""
     num_accepted = verified.num_accepted.minimum(chain.windows)
@@ -331,6 +359,8 @@ def update(state: JacobiState, settings: JacobiSettings, chain: Chain, hidden: T
     state.advance(num_accepted, verified.status)
     if state.coupling or settings.from_last:
         guess_new(state, settings, hidden, chain.counts, chain.counts + chain.windows, hidden.shape[1])
+    if state.refresh:
+        state.refresh.redraw(state, chain.counts, num_accepted, chain.windows, state.graph_key.max_count, logits)
     return num_accepted
 
 
@@ -379,6 +409,6 @@ def step_timer(target: TargetModel, requests: Requests) -> Callable[[int], float
 def read_again(state: JacobiState, settings: JacobiSettings) -> DrawTokensResult:
     """A step without its update, so that the images do not change."""
     chain = draft(state, settings)
-    verified = verify(state, settings, chain, target_forward(state, settings, chain))
+    verified = verify(state, settings, chain, target_forward(state, settings, chain)[1])
     commit(state, settings, chain, verified)
     return verified

@@ -24,6 +24,7 @@ FINITE = "at least 0 and finite in 32 bits"
 CUTOFFS, RESIDUALS = ("tvd", "ratio", "jsd"), ("optimal", "relaxed", "released")
 METRICS = ("l2", "raw", "cosine", "random", "rank")
 GUESSES, COUPLINGS = ("above", "last"), ("maximal", "none")
+MAX_REFRESHES = 8
 MAX_WINDOW, USUAL_WINDOW = 32, 16  # of "auto": the most it chooses; its value where the tokens depend on the window
 DRAFT_MODELS = {"eagle": "the EAGLE head on the target's hidden states",
                 "small": "a smaller model of the target's family"}
@@ -55,7 +56,7 @@ class MethodPart:
 class NoDrafts(MethodPart):
     """Every target forward gives one token. To Jacobi decoding it is a window of no guesses."""
 
-    drafting, window, guess = "none", 0, "above"
+    drafting, window, guess, refresh = "none", 0, "above", 0
 
     def size(self, seed_exact: bool) -> Size:
         return Size(0, 1, 0)
@@ -63,18 +64,22 @@ class NoDrafts(MethodPart):
 
 @dataclass(frozen=True)
 class JacobiDrafts(MethodPart):
-    """The target itself guesses the next tokens, and improves its guesses from forward to forward: no draft model."""
+    """The target itself guesses the next tokens, and improves its guesses from forward to forward. A small model may
+    redraw them in between."""
 
     drafting = "jacobi"
 
     window: int | str = setting(f"guesses that a forward reads, at most {MAX_GUESSES}, or auto: as many as are fastest "
                                 f"here, by a short timing at first; {USUAL_WINDOW} where seed_exact is false")
     guess: str = setting("where a new position's first guess is drawn from: the row above it, or the last row", "above")
+    refresh: int = setting("how often a small draft model redraws the guesses between two target forwards, at most "
+                           f"{MAX_REFRESHES}; 0: there is no draft model", 0)
 
     def __post_init__(self):
         self.need("window", self.window == "auto" or is_count(self.window, 1, MAX_GUESSES),
                   f"{count_within(1, MAX_GUESSES)}, or auto")
         self.need("guess", self.guess in GUESSES, f"one of {', '.join(GUESSES)}")
+        self.need("refresh", is_count(self.refresh, 0, MAX_REFRESHES), count_within(0, MAX_REFRESHES))
 
     def size(self, seed_exact: bool) -> Size:
         window = self.window if self.window != "auto" else MAX_WINDOW if seed_exact else USUAL_WINDOW

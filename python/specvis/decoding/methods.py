@@ -26,7 +26,8 @@ from .trees import Adaptation
 VARIANTS, CONDITIONINGS = ("paper", "released", "path"), ("exact", "block")
 SCHEDULES = ("linear", "constant", "released")  # of MAR's guidance
 OF_MAR = ("num_iter", "steps_first", "steps_last")  # the parameters of MAR's own decoding
-FAMILY = ("guess", "draft_model", "tree", "adaptation", "seed_exact", "coupling", "k", "cutoff", "metric", "residual")
+FAMILY = ("guess", "refresh", "draft_model", "tree", "adaptation", "seed_exact", "coupling", "k", "cutoff", "metric",
+          "residual")
 
 
 def format_value(value) -> str:
@@ -94,6 +95,9 @@ class Method(Recipe):
         if a.seed_exact and (a.k or any(omega != 1 for omega in omegas)):
             raise ValueError(f"seed_exact must be false where k > 0 or omega is not 1: {why}, which leaves nothing to "
                              f"relax; got k={a.k} and omega={format_value(a.omega)}. Set seed_exact to false")
+        if not a.seed_exact and self.drafting == "jacobi":
+            self.drafts.need("refresh", self.drafts.refresh == 0, "0 where seed_exact is false: a guess is kept or "
+                             "rejected by the row that it was drawn from, which must be the target's")
         if a.seed_exact and a.coupling != "maximal":
             raise ValueError(f"coupling must be maximal where seed_exact is true: {why}, and nothing is rejected; "
                              f"got {a.coupling!r}. Set seed_exact to false")

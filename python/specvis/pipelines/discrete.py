@@ -195,6 +195,9 @@ class Pipeline(nn.Module):
 
     def check(self, method: Method) -> None:
         """Raise ValueError if this model cannot decode by the method; make ready what the method needs."""
+        if method.parameters.get("refresh") and "small" in self.missing_draft_models:
+            raise ValueError(f"refresh must be 0, got {method.label}: this model has no {DRAFT_MODEL_FILES['small']}, "
+                             "the draft model that redraws guesses")
         if method.parameters.get("draft_model") in self.missing_draft_models:
             others = [f"{method.name}:draft_model={name}" for name in DRAFT_MODEL_FILES
                       if name not in self.missing_draft_models]
@@ -292,8 +295,9 @@ class Pipeline(nn.Module):
         if base.num_neighbors:
             neighbors = self.neighbors(base.num_neighbors, base.acceptance.metric)
         if base.drafting in ("jacobi", "none"):
+            small = self._draft_model("small", source, padding_mask) if base.drafts.refresh else None
             return jacobi_decode(self.gpt, condition, padding_mask, sampling, methods, neighbors, progress, observe,
-                                 **queue)
+                                 draft_model=small, **queue)
         draft_model = self._draft_model(base.drafts.draft_model, source, padding_mask)
         return speculative_decode(self.gpt, draft_model, condition, padding_mask, sampling, methods, neighbors,
                                   progress, observe, **queue)
