@@ -32,7 +32,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from unittest.mock import patch
@@ -48,11 +48,11 @@ from benchmarks.watch import Clock, Script, Timed, Watch, ops_replaced
 from specvis.cli.options import FILTERS, PROMPTS
 from specvis.decoding.baseline import decode
 from specvis.decoding.decoded import Decoded
-from specvis.decoding.draft_model import EagleDraftModel
+from specvis.decoding.draft_model import EagleDraftModel, SmallDraftModel
 from specvis.decoding.driver import GRAPHS, Captured
 from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import METHODS, Method, parse_method
-from specvis.decoding.sampling import Sampling, repeat_for_cfg
+from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from specvis.decoding.speculative import speculative_decode
 from specvis.models import layers
 from specvis.models.eagle import EagleHead
@@ -77,12 +77,13 @@ class Subject:
     size: str
     gpt: GPT
     head: EagleHead
+    small: GPT
     filters: dict
-    condition: Callable[[list[int]], tuple[Tensor, Tensor]]  # for pictures with these numbers
-    neighbors: Callable[[int, str], Tensor]                  # as Pipeline.neighbors
-    recorder: "Recorder | None" = None                       # decides what is accepted; None: the model does
-    whole: bool = True                                       # are whole pictures timed, or steps?
-    threads: int | None = None                               # for forwards by PyTorch; None: as many as for others
+    source: Callable[[list[int]], Tensor]    # what the GPTs' `condition` takes, for pictures with these numbers
+    neighbors: Callable[[int, str], Tensor]  # as Pipeline.neighbors
+    recorder: "Recorder | None" = None       # decides what is accepted; None: the model does
+    whole: bool = True                       # are whole pictures timed, or steps?
+    threads: int | None = None               # for forwards by PyTorch; None: as many as for others
 
     @contextmanager
     def reads_by(self, forward: str):
@@ -99,20 +100,21 @@ class Subject:
     @staticmethod
     def of_pipeline(pipeline: Pipeline, prompts: list[str], filters: dict = FILTERS) -> "Subject":
         features = pipeline.words(pipeline.words.encode(prompts))
-        return Subject("shipped", pipeline.gpt, pipeline.eagle, filters,
-                       lambda numbers: pipeline.gpt.condition(features[[n % len(prompts) for n in numbers]]),
-                       pipeline.neighbors)
+        return Subject("shipped", pipeline.gpt, pipeline.eagle, pipeline.small, filters,
+                       lambda numbers: features[[n % len(prompts) for n in numbers]], pipeline.neighbors)
 
     @staticmethod
     def random(size: str, config: GPTConfig, recorder: "Recorder", device: str = "cpu",
                dtype: torch.dtype = torch.bfloat16) -> "Subject":
         """A class-conditional model with random weights. (They are made outside of inference mode: only such weights
-        can be packed.)"""
+        can be packed.) The small model has two layers and half the width, as the shipped one."""
+        small_config = replace(config, layers=2, heads=config.heads // 2, dim=config.dim // 2)
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
             torch.manual_seed(0)
             gpt, head, codebook = GPT(config), EagleHead(config), torch.randn(config.vocabulary, 8)
             torch.nn.init.normal_(gpt.output.weight, std=PEAK / config.dim ** 0.5)
-            gpt, head = (model.eval().requires_grad_(False).to(device, dtype) for model in (gpt, head))
+            gpt, head, small = (model.eval().requires_grad_(False).to(device, dtype)
+                                for model in (gpt, head, GPT(small_config)))
         tables = {}
 
         def neighbors(k, metric):
@@ -120,10 +122,9 @@ class Subject:
                 tables[k] = specvis_kernels.codebook_neighbors(codebook.to(device), k)
             return tables[k]
 
-        return Subject(size, gpt, head, RANDOM,
-                       lambda numbers: gpt.condition(torch.tensor([n % config.classes for n in numbers],
-                                                                  device=device)),
-                       neighbors, recorder, size in WHOLE and device == "cpu")
+        return Subject(size, gpt, head, small, RANDOM,
+                       lambda numbers: torch.tensor([n % config.classes for n in numbers], device=device), neighbors,
+                       recorder, size in WHOLE and device == "cpu")
 
 
 class Recorder:
@@ -191,7 +192,8 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
     method, gpt, device = contender.method, subject.gpt, subject.gpt.output.weight.device
     numbers, L = [turn * batch + i for i in range(batch)], gpt.config.tokens
     clock = watch.clock if watch else Clock(device)
-    condition, padding_mask = subject.condition(numbers)
+    source = subject.source(numbers)
+    condition, padding_mask = gpt.condition(source)
     sampling = Sampling.of(numbers, **subject.filters, device=device)
     known, settling = None, 0
     if max_steps is not None:
@@ -201,6 +203,8 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
         known = torch.randint(gpt.config.vocabulary, (batch, num_known), generator=generator).to(device)
     neighbors = subject.neighbors(method.num_neighbors, method.acceptance.metric) if method.num_neighbors else None
     target, draft_model = gpt, EagleDraftModel(gpt, subject.head, repeat_for_cfg(padding_mask))
+    if method.drafting == "jacobi":
+        draft_model = SmallDraftModel(subject.small, *cfg_inputs(subject.small, *subject.small.condition(source)))
     if watch:
         target, draft_model = watch.target, Timed(draft_model, "draft", watch)
     script = None
@@ -235,7 +239,7 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
             return decode(target, condition, padding_mask, sampling, progress, known_tokens=known)
         if method.drafting == "jacobi":
             return jacobi_decode(target, condition, padding_mask, sampling, [method] * batch, None, progress,
-                                 known_tokens=known)
+                                 draft_model=draft_model, known_tokens=known)
         if contender.is_released:
             return released_decode(target, draft_model, condition, padding_mask, sampling, method, neighbors, progress,
                                    script.released(neighbors) if script else None, known_tokens=known)
@@ -389,7 +393,7 @@ def timed_methods(texts: list[str]) -> list[Method]:
 
 
 def is_timed(method: Method) -> bool:
-    """Can its acceptance be imposed, and is its draft model the EAGLE head?"""
+    """Can its acceptance be imposed, and is the draft model of its trees the EAGLE head?"""
     has_head = method.parameters.get("draft_model", "eagle") == "eagle"
     return has_head and (method.drafting != "jacobi" or method.seed_exact)
 
