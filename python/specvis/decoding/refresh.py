@@ -77,12 +77,13 @@ class Refresh(BatchState):
         ids, own = id_range(settings.target, positions), settings.own(positions, state.tokens.shape[1] - 1)
         if target_logits is not None:
             was_read = (nodes <= windows[:, None]).repeat(self.num_rows // len(counts), 1)[..., None]
-            unchanged = take_nodes(target_logits - TRUST * self.logits[:, :N], nodes.clamp(max=N - 1))
+            unchanged = target_logits.sub(self.logits[:, :N], alpha=TRUST)
+            unchanged = take_nodes(unchanged, nodes.clamp(max=N - 1))
         for _ in range(self.num_refreshes):
             hidden = self.read(state.tokens.gather(1, read), read[:, 0], columns + 2 * N)
             logits = rows = self.draft_model.logits(take_nodes(hidden, nodes))
             if target_logits is not None:
-                rows = torch.where(was_read, unchanged + TRUST * logits, logits)
+                rows = torch.where(was_read, unchanged.add(logits, alpha=TRUST), logits)
             drawn = settings.sampling.draw_from(rows, positions, ids, log_probs=False)
             state.tokens.scatter_(1, own, drawn.tokens)
         if self.logits is None:
