@@ -3,7 +3,7 @@
 Every method is timed beside plain decoding and, where EAGLE's and LANTERN's releases have it, beside a loop like theirs
 (benchmarks/released.py), with the same models, trees and settings. All take turns, so that other work on the
 machine meets them alike, and what is compared are the runs of one turn. A size is "shipped", the shipped model in
-float32, or one of LlamaGen's with random weights in bfloat16.
+float32 or `--dtype`, or one of LlamaGen's with random weights in bfloat16.
 
 `--forwards` says what makes the models' forwards: `decoder_layers` ("fast"), PyTorch's modules ("eager"), or these
 compiled ("compile", of plain decoding alone). How many threads PyTorch should have and how they should wait is found
@@ -426,6 +426,8 @@ def main():
     parser.add_argument("--eager-threads", nargs="+", type=int, metavar="N", help="of PyTorch's forwards on a CPU, for "
                         "each size; default: found out first")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
+                        help="of the shipped model; default %(default)s")
     parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="write the records; default FILE: "
                         "benchmarks/results/<machine>-decode.json")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the parts of a token's time")
@@ -451,7 +453,7 @@ def main():
     def say(text):
         print(text, file=sys.stderr, flush=True)
 
-    pipeline = Pipeline.load(device=options.device)
+    pipeline = Pipeline.load(device=options.device, dtype=getattr(torch, options.dtype))
     recorder, records = Recorder(pipeline, PROMPTS), []
     for size, threads in zip(options.sizes, options.eager_threads or [None] * len(options.sizes)):
         if size == "shipped":

@@ -229,19 +229,19 @@ def gain(taken: np.ndarray, base: np.ndarray) -> tuple[float, float, float]:
 
 
 def in_words(taken: np.ndarray, base: np.ndarray, num_tokens: int, with_tau: bool = True) -> str:
-    value, low, high = gain(taken, base)
+    value, low, high = (f"{round(number):+d}" for number in gain(taken, base))
     tau = f"{num_tokens * (1 / taken).mean():.2f}"
     if taken is base:
         return tau
-    return (f"{tau} " if with_tau else "") + f"{value:+.0f} % [{low:+.0f}, {high:+.0f}]"
+    return (f"{tau} " if with_tau else "") + f"{value} % [{low}, {high}]"
 
 
 def tables(records: list[dict], num_tokens: int) -> str:
-    """All rows, and the shipped rule's gains by setting, in Markdown."""
+    """All rows, and gains of the shipped rule by setting, in Markdown."""
     taken = {(r["rule"], r["model"], r["refreshes"], r["window"]): np.array(r["forwards"]) for r in records}
     windows = sorted({window for *_, window in taken})
     base = {window: taken[Row(0).name, Row(0).model, 0, window] for window in windows}
-    lines = ["| rule | model | its forwards | " + " | ".join(f"window {window}" for window in windows) + " |",
+    lines = ["| rule | model | refreshes | " + " | ".join(f"window {window}" for window in windows) + " |",
              "|---|---|---|" + "---|" * len(windows)]
     for row in ROWS:
         cells = [taken.get((row.name, row.model, row.refreshes, window)) for window in windows]
@@ -250,9 +250,8 @@ def tables(records: list[dict], num_tokens: int) -> str:
                 "-" if cell is None else in_words(base[window] if not row.refreshes else cell, base[window], num_tokens)
                 for cell, window in zip(cells, windows)) + " |")
     num_pictures = len(base[windows[0]])
-    kept = [(row, window) for window in windows for row in KEPT if row.refreshes
-            and (row.name, row.model, row.refreshes, window) in taken]
-    lines += ["", "| setting | " + " | ".join(f"{window}, {row.refreshes}" for row, window in kept) + " |",
+    kept = [(row, window) for window in windows if window in (16, 32) for row in KEPT if row.refreshes in (2, 3)]
+    lines += ["", "| window, refreshes | " + " | ".join(f"{window}, {row.refreshes}" for row, window in kept) + " |",
               "|---|" + "---|" * len(kept)]
     for index, (what, levels) in enumerate(LEVELS.items()):
         for name, level in levels.items():
@@ -264,20 +263,27 @@ def tables(records: list[dict], num_tokens: int) -> str:
 
 
 def plot(records: list[dict], num_tokens: int, path: Path) -> None:
-    """Tokens per forward by window, a line for each number of refreshes by the shipped rule."""
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for row in KEPT:
-        own = sorted((r["window"], r["forwards"]) for r in records
-                     if (r["rule"], r["model"], r["refreshes"]) == (row.name, row.model, row.refreshes))
-        if own:
-            windows, taus = [window for window, _ in own], [num_tokens / np.array(taken) for _, taken in own]
-            axes.errorbar(windows, [tau.mean() for tau in taus], [1.96 * tau.std() / len(tau) ** 0.5 for tau in taus],
-                          capsize=2, marker="o", label=str(row.refreshes))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(windows, windows)
-    axes.set(xlabel="window", ylabel="tokens per forward of the target", ylim=(1, None))
-    axes.legend(title="refreshes")
-    axes.grid(alpha=0.3)
+    """Tokens per forward by window, and their gain with its interval: a line for each number of refreshes."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
+    taken = {(r["refreshes"], r["window"]): np.array(r["forwards"]) for r in records
+             if any((r["rule"], r["model"], r["refreshes"]) == (row.name, row.model, row.refreshes) for row in KEPT)}
+    windows = sorted({window for _, window in taken})
+    for index, refreshes in enumerate(sorted({refreshes for refreshes, _ in taken}, reverse=True)):
+        own = [window for window in windows if (refreshes, window) in taken]
+        left.plot(own, [num_tokens * (1 / taken[refreshes, window]).mean() for window in own], marker="o",
+                  label=str(refreshes), color=f"C{index}")
+        if refreshes:
+            value, low, high = np.array([gain(taken[refreshes, window], taken[0, window]) for window in own]).T
+            beside = np.array(own) * 1.03 ** index  # bars beside each other
+            right.errorbar(beside, value, [value - low, high - value], capsize=2, marker="o", color=f"C{index}")
+    left.set(ylabel="tokens per forward of the target", ylim=(1, None))
+    left.legend(title="refreshes")
+    right.set(ylabel="gain over no refresh, %", ylim=(0, None))
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(windows, windows)
+        axes.set_xlabel("window")
+        axes.grid(alpha=0.3)
     harness.save_plot(figure, path)
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +13,12 @@ import pytest
 import torch
 
 import specvis_kernels
-from benchmarks import bounds, decode, executed, forward, harness, ops, smoke
+from benchmarks import bounds, decode, executed, forward, harness, ops, refresh, smoke
 from specvis.decoding.driver import POLL
 from specvis.decoding.methods import parse_method
 from specvis.models import layers
 from specvis.models.llamagen import GPTConfig
+from specvis.pipelines.discrete import Pipeline
 from tests.kernels import inputs
 from tests.test_released import WIDE
 from tests.tiny import tiny_pipeline
@@ -425,3 +427,17 @@ def test_a_library_for_a_gpu_is_built_without_one_and_travels(gpu_script, tmp_pa
     assert status == 0 and parts == {"smoke": "ok"} and library.read_text() == "built\n"
     (tmp_path / "csrc/a.cu").write_text("changed")
     assert gpu_script("smoke", BEFORE="before")[2] == {"build": "ok", "smoke": "ok"}
+
+
+def test_every_row_of_refresh_has_a_name_of_its_own():
+    assert len({(row.name, row.model, row.refreshes) for row in refresh.ROWS}) == len(refresh.ROWS)
+
+
+@pytest.mark.parametrize("row", [refresh.Row(2, "sure"), refresh.Row(2, "unsure", new="row above"),
+                                 refresh.Row(2, drafter="EAGLE"), refresh.Row(2, drafter="2", trust=1.0)])
+def test_a_rule_of_refresh_redraws_guesses_and_no_picture(row):
+    pipeline, pictures = Pipeline.load(), [0, 7]
+    taken, tokens = refresh.forwards(pipeline, row, 4, pictures)
+    plain, expected = refresh.forwards(pipeline, refresh.Row(0), 4, pictures)
+    assert torch.equal(tokens, expected) and taken != plain
+    assert taken != refresh.forwards(pipeline, replace(row, rule="logits", drafter="small", trust=0.0), 4, pictures)[0]

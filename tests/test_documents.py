@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 import specvis_kernels
-from benchmarks import bounds, sass
+from benchmarks import bounds, refresh, sass
 from specvis.cli import options
 from specvis.cli.main import main
 from specvis.decoding import limits
@@ -185,6 +185,12 @@ def test_the_table_of_bounds_is_the_file():
     assert page == bounds.page_of(page, results), "python -m benchmarks.bounds --page"
     assert bounds.page_of(page.replace("| **2.1** |", "| **2.2** |"), results) == page
     assert {row["title"] for row in results["rows"]} == {title for title, *_ in bounds.CASES}
+
+
+def test_the_tables_of_refresh_are_the_file():
+    results = json.loads((ROOT / "benchmarks/results/NVIDIA-H100-80GB-HBM3-refresh.json").read_text())
+    shown = re.search(r"<!-- refresh -->\n(.*)\n<!-- end of refresh -->", (DOCS / "measurements.md").read_text(), re.S)
+    assert shown[1] == refresh.tables(results["rows"], 256), "python -m benchmarks.refresh"
 
 
 def test_the_table_of_machine_code_is_the_file():
