@@ -139,6 +139,7 @@ def test_what_a_jacobi_method_is():
     assert (m.drafts.window, m.max_depth, m.max_nodes, m.max_width) == ("auto", MAX_WINDOW, MAX_WINDOW + 1, 1)
     assert method("jacobi", window=5).max_nodes == 6
     assert method("jacobi", seed_exact=False).max_depth == USUAL_WINDOW  # the tokens must not go by the clock
+    assert method("jacobi", refresh=1).family != method("jacobi", refresh=2).family
     relaxed = method("jacobi", seed_exact=False, window=5, omega=1.5)
     assert relaxed.omegas == (1.5,) * 5 and relaxed.family == method("jacobi", seed_exact=False, window=9).family
     assert len({m.family, relaxed.family, method("jacobi", guess="last").family, METHODS["gsd"].family,

@@ -3,6 +3,7 @@ decoding's is tested with those of other methods."""
 import pytest
 import torch
 
+import specvis.decoding.driver
 import specvis.decoding.refresh
 from specvis.decoding.baseline import decode
 from specvis.decoding.draft_model import SmallDraftModel
@@ -90,8 +91,9 @@ class WrittenOut:
 
 @pytest.mark.parametrize("refresh, guess", [(1, "above"), (2, "above"), (3, "last")])
 @pytest.mark.parametrize("model", [BagModel, RowsModel, Unguided], ids=lambda model: model.__name__)
-def test_the_guesses_are_those_written_out(model, refresh, guess):
+def test_the_guesses_are_those_written_out(monkeypatch, model, refresh, guess):
     """Every guess counts: a step accepts as many as are right. Requests of many windows, some of which are begun."""
+    monkeypatch.setattr(specvis.decoding.driver, "BUCKET", 1)  # no column is read that need not be
     target, small = model(1), near(model(1))
     sampling = settings(**VARIED | ({"guidance": 1.0} if model is Unguided else {}))
     methods = [method("jacobi", window=window, refresh=refresh, guess=guess) for window in WINDOWS]
@@ -120,8 +122,11 @@ def test_a_forward_gives_more_tokens(tiny, monkeypatch):  # noqa: F811
 
     few, *more = (tau("jacobi:window=5" + suffix) for suffix in ("", ":refresh=1", ":refresh=2", ":refresh=3"))
     assert few < 1.8 and all(b > a + 0.5 for a, b in zip([few, *more], more))
-    monkeypatch.setattr(specvis.decoding.refresh, "TRUST", 0.0)
-    assert few + 0.2 < tau("jacobi:window=5:refresh=2") < more[1] - 0.2
+    with monkeypatch.context() as patch:
+        patch.setattr(specvis.decoding.refresh, "TRUST", 0.0)
+        assert few + 0.2 < tau("jacobi:window=5:refresh=2") < more[1] - 0.2
+    monkeypatch.setattr(specvis.decoding.driver, "BUCKET", 1)  # no column is read that need not be
+    assert tau("jacobi:window=5:refresh=2") == more[1]
 
 
 class NotFinite(BagModel):
@@ -137,6 +142,36 @@ def test_a_small_model_that_fails_costs_guesses_alone():
     assert torch.equal(decoded.tokens, whole.tokens) and not decoded.failed.any()
     others = [0, 2, 3, 4]
     assert torch.equal(decoded.num_accepted[others], whole.num_accepted[others])
+
+
+class Likeliest7:
+    """A draft model that knows nothing. Its cache has no `select`."""
+
+    def __init__(self, rows):
+        self.prefix_len, self.padding_mask = 1, torch.ones(rows, 1, dtype=torch.bool)
+
+    def new_cache(self, columns):
+        return object()
+
+    def prefill(self, hidden, cache):
+        pass
+
+    def extend(self, tokens, *others):
+        return torch.zeros(*tokens.shape, 1)
+
+    def logits(self, hidden):
+        return 9.0 * (torch.arange(64) == 7).expand(*hidden.shape[:2], -1)
+
+
+def test_any_draft_model_may_guess(tiny):  # noqa: F811
+    """Images that are finished stay in the batch where a cache has no `select`."""
+    condition = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS[:4])))
+    sampling, known_tokens = Sampling.of([0, 1, 2, 3]), torch.full((4, 14), -1)
+    known_tokens[1:] = 7
+    expected = decode(tiny.gpt, *condition, sampling, known_tokens=known_tokens).tokens
+    decoded = jacobi_decode(tiny.gpt, *condition, sampling, method("jacobi", window=3, refresh=2),
+                            draft_model=Likeliest7(8), known_tokens=known_tokens)
+    assert torch.equal(decoded.tokens, expected) and decoded.target_forwards[0] > decoded.target_forwards[1:].max()
 
 
 def test_draft_models_that_do_not_fit_are_refused(tiny):  # noqa: F811
