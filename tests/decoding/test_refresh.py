@@ -31,6 +31,14 @@ def near(model):
     return model
 
 
+class Within(Wrong):
+    """The same model. All that it reads is before the column that `Nodes` names."""
+
+    def extend(self, tokens, nodes, cache):
+        assert (nodes.slots < nodes.columns).all()
+        return self.model.extend(tokens, nodes, cache)
+
+
 class WrittenOut:
     """Jacobi decoding of request b, once more: every row of logits is a sum over all tokens before it, and no cache,
     batch or window of nodes exists."""
@@ -103,8 +111,11 @@ def test_the_guesses_are_those_written_out(monkeypatch, model, refresh, guess):
                          known_tokens=begun(tokens, counts))
         assert torch.equal(decoded.tokens, tokens)
         for b, count in enumerate(counts):
+            alone = jacobi([methods[b]], sampling[[b]], target, [b], known_tokens=tokens[[b], :count],
+                           draft_model=small_draft_model(Within(small), [b]))
             expected = WrittenOut(target, small, sampling, b).num_accepted(methods[b], tokens[b, :count].tolist())
-            assert {p: n for p, n in enumerate(decoded.num_accepted[b].tolist()) if n >= 0} == expected, b
+            for num_accepted in (decoded.num_accepted[b], alone.num_accepted[0]):
+                assert {p: n for p, n in enumerate(num_accepted.tolist()) if n >= 0} == expected, b
 
 
 def test_as_many_first_guesses_are_right_as_there_are_refreshes():
