@@ -18,7 +18,7 @@ from tests.decoding.test_driver import Unguided, tiny  # noqa: F401
 from tests.decoding.test_id_range import RowsModel
 from tests.decoding.test_jacobi import Counting, jacobi, settings, small_draft_model
 from tests.decoding.test_requests import Wrong
-from tests.models.test_interface import CONDITION, PADDING_MASK, BagModel, next_logits
+from tests.models.test_interface import CONDITION, PADDING_MASK, VOCAB, BagModel, next_logits
 
 B, WINDOWS = len(CONDITION), (1, 7, 3, 20, 2)
 VARIED = {"temperature": [1.0, 0.7, 0.0, 1.0, 2.0], "guidance": [1.5, 3.0, 1.5, 0.0, 2.0], "top_k": [0, 0, 5, 3, 0]}
@@ -138,6 +138,26 @@ def test_a_forward_gives_more_tokens(tiny, monkeypatch):  # noqa: F811
         assert few + 0.2 < tau("jacobi:window=5:refresh=2") < more[1] - 0.2
     monkeypatch.setattr(specvis.decoding.driver, "BUCKET", 1)  # no column is read that need not be
     assert tau("jacobi:window=5:refresh=2") == more[1]
+
+
+class Forbids(BagModel):
+    """Three ids have logits of a number, which is as good as -inf."""
+
+    number = -1e4
+
+    def logits(self, hidden):
+        return super().logits(hidden).masked_fill(torch.arange(VOCAB) < 3, self.number)
+
+
+def test_ids_that_both_models_forbid():
+    def decoded(number):
+        model = Forbids(1)
+        model.number = number
+        return jacobi(method("jacobi", window=5, refresh=2), model=model, draft_model=small_draft_model(model))
+
+    expected, forbidden = decoded(-1e4), decoded(-torch.inf)
+    assert torch.equal(forbidden.tokens, expected.tokens)
+    assert torch.equal(forbidden.num_accepted, expected.num_accepted) and expected.tau.mean() > 2
 
 
 class NotFinite(BagModel):
