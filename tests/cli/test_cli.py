@@ -77,6 +77,7 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
     (["--prompt", "red heart", "--method", "mar:num_iter=17"], "num_iter must be within 1..16"),
     (["--prompt", "red heart", "--method", "eagle1:tree=nowhere.json"], "tree nowhere.json is not a file"),
     (["--prompt", "red heart", "--method", "eagle1:draft_model=small"], "this model has no small.safetensors"),
+    (["--prompt", "red heart", "--method", "jacobi:refresh=1"], "refresh must be 0, got jacobi:refresh=1: this model"),
     (["--prompt", "red heart", "--animate", "x.gif", "--method", "mar"], "method must be one of discrete tokens other"),
     (["--prompt", "red heart", "--animate", "x.gif", "--method", "vanilla"], "method must be one of discrete tokens"),
     (["--prompt", "red heart", "--animate", "x.gif", "--out", "x.png"], "out must not be given with --animate"),
@@ -269,7 +270,8 @@ def test_methods_and_info_list_what_there_is():
     every = "".join(run("methods", name).output for name in ("adt-tree+lantern", "eagle1", "gsd", "mar", "cspd"))
     assert all(f"\n{parameter} " in every for parameter in (*PARAMETERS, *CONTINUOUS_PARAMETERS))
     assert run("methods", "foo").output.startswith("Error: unknown method 'foo'; known: vanilla, jacobi")
-    assert "did you mean window? its parameters: window, guess, seed_exact\n" in run("methods", "jacobi:windo=3").output
+    misspelt = run("methods", "jacobi:windo=3").output
+    assert "did you mean window? its parameters: window, guess, refresh, seed_exact\n" in misspelt
     listed = run("info").output
     for word in ("verify_tree", "oracle", "torch", torch.__version__, "C++ kernels", "CUDA kernels"):
         assert word in listed

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specvis.decoding.continuous import continuous_decode, parallel_decode
-from specvis.decoding.continuous_state import ContinuousSampling, KnownTokens
+from specvis.decoding.continuous_state import ContinuousSampling, ContinuousState, KnownTokens
 from specvis.decoding.methods import CONTINUOUS, method, parse_method
 from specvis.decoding.sampling import Sampling
 from specvis.models.mar import MAR
@@ -180,6 +180,20 @@ def test_known_tokens_and_tokens_of_other_shapes(pair):
     assert decoded.num_drawn == 2 and not decoded.tokens[:, :8].any()
     with pytest.raises(ValueError, match=r"tokens must be \(B, L, C\) = \(B, 16, 4\), got \(6, 9, 4\)"):
         pair.pictures(decoded.tokens[:, :9])
+
+
+def test_tokens_of_another_device(pair, monkeypatch):
+    """As those of `ContinuousDecoded`, which are on the CPU. Where there is no GPU, another device is meta."""
+    order, seeds = torch.arange(16).repeat(6, 1), SEEDS.to("meta")
+    for known in (KnownTokens(ZEROS, HALF), KnownTokens(ZEROS, HALF, order=order)):
+        state = ContinuousState(pair.mar, ContinuousSampling(seeds), known)
+        assert {state.tokens.device.type, state.order.device.type, state.noise.device.type} == {"meta"}
+        assert state.start == 8
+    monkeypatch.setattr(MARPair, "device", torch.device("meta"))
+    monkeypatch.setattr(pair.tokenizer, "decode_latents", lambda latents: (
+        read.append(latents.device.type), torch.zeros(len(latents), 3, 8, 8))[1])
+    read = []
+    assert len(pair.pictures(ZEROS)) == 6 and read == ["meta"]
 
 
 @pytest.mark.parametrize("ids", [torch.tensor([10]), torch.tensor([-1]), torch.tensor([1.0]), torch.tensor([[1]])])

@@ -15,10 +15,11 @@ from tests.tiny import tiny_pipeline
 
 N, L = 5, 16
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart", "plain blue"]
-NAMES = ["vanilla", "jacobi:window=5", "jacobi:window=3:guess=last", "jacobi",
+NAMES = ["vanilla", "jacobi:window=5", "jacobi:window=3:guess=last", "jacobi", "jacobi:window=5:refresh=2",
          "jacobi:window=4:seed_exact=false", "eagle1", "eagle1:seed_exact=true", "eagle2", "eagle2:draft_model=small",
          "lantern:k=8", "adt-tree", "adt-tree+lantern:k=8:nodes=12", "cool-sd"]
-FEW = ["vanilla", "jacobi:window=5", "eagle1", "adt-tree+lantern:k=8:nodes=12"]  # all: tests/slow/test_asked_of_all.py
+FEW = ["vanilla", "jacobi:window=5", "jacobi:window=5:refresh=2", "eagle1",
+       "adt-tree+lantern:k=8:nodes=12"]  # all: tests/slow/test_asked_of_all.py
 UNTIMED = [name for name in NAMES if name != "jacobi"]
 BATCHES = [3, 2, 1]
 
@@ -212,9 +213,10 @@ class Whole:
 
 def decoded(model, name, batch=None, small=None, of=lambda draft_model: draft_model, guidance=1.5):
     m, sampling = parse_method(name), Sampling.of(list(range(N)), guidance=guidance)
-    if m.drafting in ("jacobi", "none"):
-        return jacobi_decode(model, CONDITION, PADDING_MASK, sampling, [m] * N, NEIGHBORS, batch=batch)
     draft_model = of(SmallDraftModel(small or model, *cfg_inputs(model, CONDITION, PADDING_MASK)))
+    if m.drafting in ("jacobi", "none"):
+        return jacobi_decode(model, CONDITION, PADDING_MASK, sampling, [m] * N, NEIGHBORS, batch=batch,
+                             draft_model=draft_model)
     return speculative_decode(model, draft_model, CONDITION, PADDING_MASK, sampling, [m] * N, NEIGHBORS, batch=batch)
 
 
@@ -226,9 +228,9 @@ class Unguided(QueueModel):
         return super().extend(tokens, nodes, cache)
 
 
-@pytest.mark.parametrize("name", ["jacobi", "gsd", "eagle1", "eagle2", "speculative"])
+@pytest.mark.parametrize("name", ["jacobi", "jacobi:window=5:refresh=2", "gsd", "eagle1", "eagle2", "speculative"])
 def test_a_model_without_guidance_reads_one_row_of_each_request(name):
-    name += "" if name in ("jacobi", "gsd") else ":draft_model=small"
+    name += "" if parse_method(name).drafting == "jacobi" else ":draft_model=small"
     expected = decoded(QueueModel(1), name, guidance=1.0)
     for batch in (None, 2):
         model = Unguided(1)
@@ -238,7 +240,8 @@ def test_a_model_without_guidance_reads_one_row_of_each_request(name):
         decoded(model, name)
 
 
-@pytest.mark.parametrize("name", ["vanilla", "jacobi", "jacobi:window=16", "eagle1", "eagle2"])
+@pytest.mark.parametrize("name", ["vanilla", "jacobi", "jacobi:window=16", "jacobi:window=5:refresh=2", "eagle1",
+                                  "eagle2"])
 def test_a_model_of_ones_own_takes_part_if_its_cache_has_insert(name):
     expected = decoded(BagModel(1), name)
     for batch in (1, 2, 5, 9):
@@ -246,7 +249,7 @@ def test_a_model_of_ones_own_takes_part_if_its_cache_has_insert(name):
     assert_same(decoded(BagModel(1), name, N), expected, name)  # nobody waits
     with pytest.raises(ValueError, match="batch must be None for BagModel: its cache has no method insert, by which"):
         decoded(BagModel(1), name, 2)
-    if parse_method(name).drafting in ("jacobi", "none"):
+    if parse_method(name).drafting in ("jacobi", "none") and "refresh" not in name:
         return
     with pytest.raises(ValueError, match="batch must be None for SmallDraftModel: it has no method select, or"):
         decoded(QueueModel(1), name, 2, BagModel(1))

@@ -60,15 +60,16 @@ def written_out(model, settings):
 
 def run(m, settings, target=None, draft=None, neighbors=NEIGHBORS):
     target, draft = target or RowsModel(1), draft or RowsModel(2)
-    if m.drafting == "jacobi":
-        return jacobi_decode(target, CONDITION, PADDING_MASK, settings, [m] * B, neighbors)
     draft_model = SmallDraftModel(draft, *cfg_inputs(draft, CONDITION, PADDING_MASK))
+    if m.drafting == "jacobi":
+        return jacobi_decode(target, CONDITION, PADDING_MASK, settings, [m] * B, neighbors, draft_model=draft_model)
     return speculative_decode(target, draft_model, CONDITION, PADDING_MASK, settings, [m] * B, neighbors)
 
 
 ALL = [method(name, k=5) if m.acceptance.k else m for name, m in METHODS.items() if m.drafting != "none"]
 EXACT = [m for m in ALL if m.seed_exact] + [
-    method("jacobi", window=3, guess="last"), method("speculative", seed_exact=True), method("eagle1", seed_exact=True)]
+    method("jacobi", window=3, guess="last"), method("jacobi", window=3, refresh=2),
+    method("speculative", seed_exact=True), method("eagle1", seed_exact=True)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -11,9 +11,10 @@ import specvis.decoding.jacobi
 import specvis.decoding.window
 from specvis.decoding.baseline import decode
 from specvis.decoding.coupling import rank_groups
+from specvis.decoding.draft_model import SmallDraftModel
 from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import METHODS, method
-from specvis.decoding.sampling import Sampling
+from specvis.decoding.sampling import Sampling, cfg_inputs
 from specvis.decoding.window import ROUNDS, TIMED, fastest_window
 from specvis.models.interface import Nodes
 from specvis_kernels import CoupleTokensResult
@@ -37,7 +38,14 @@ def jacobi(methods, sampling=None, model=None, rows=slice(None), **arguments):
     """methods: one for all, or one for each request"""
     condition, padding_mask = CONDITION[rows], PADDING_MASK[rows]
     methods = methods if isinstance(methods, list) else [methods] * len(condition)
+    arguments = {"draft_model": small_draft_model(rows=rows)} | arguments
     return jacobi_decode(model or BagModel(1), condition, padding_mask, sampling or settings(), methods, **arguments)
+
+
+def small_draft_model(model=None, rows=slice(None)):
+    """It redraws guesses, where a method asks for that."""
+    model = model or BagModel(2)
+    return SmallDraftModel(model, *cfg_inputs(model, CONDITION[rows], PADDING_MASK[rows]))
 
 
 def plain(sampling, model=None, **arguments):
@@ -54,7 +62,9 @@ def plain(sampling, model=None, **arguments):
     VANILLA, *(method("jacobi", window=window, guess=guess) for window in (1, 3, 7, 32) for guess in ("above", "last")),
     method("jacobi", window="auto"), MIXED, [m.changed(guess="last") for m in MIXED],
     [*MIXED[:3], method("jacobi", window="auto"), MIXED[4]],
-], ids=lambda m: "mixed" if isinstance(m, list) else f"{m.drafts.window} {m.drafts.guess}")
+    *(method("jacobi", window=window, refresh=refresh) for window, refresh in ((1, 3), (3, 1), (7, 2), ("auto", 2))),
+    [m.changed(refresh=2) for m in MIXED], [m.changed(refresh=1, guess="last") for m in MIXED],
+], ids=lambda m: "mixed" if isinstance(m, list) else f"{m.drafts.window} {m.drafts.guess} {m.drafts.refresh}")
 def test_the_tokens_are_plain_decodings(methods, parameters):
     sampling = settings(**parameters)
     expected = plain(sampling).tokens
@@ -70,7 +80,8 @@ def test_the_tokens_are_plain_decodings(methods, parameters):
 @pytest.mark.parametrize("methods", [
     MIXED, [m.changed(guess="last") for m in MIXED],
     [coupled(window=window, omega=omega) for window, omega in ((1, 1.0), (7, 1.2), (3, 0.8), (20, 2.0), (2, 1.0))],
-], ids=["above", "last", "by rejection"])
+    [m.changed(refresh=2) for m in MIXED],
+], ids=["above", "last", "by rejection", "refreshed"])
 def test_a_request_does_not_depend_on_its_batch(methods):
     counts = [0, 5, 2, 3, 11]
     known_tokens = begun(plain(settings()).tokens, counts)
@@ -149,11 +160,13 @@ class Likely(BagModel):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("m", [method("jacobi", window=5), method("jacobi", window=3, guess="last"),
-                               method("jacobi", window="auto")])
+                               method("jacobi", window="auto"), method("jacobi", window=5, refresh=2)])
 def test_finished_images_leave_the_batch(tiny, monkeypatch, m, temperature):
     """Each has its own tokens and accounts then, its own number of known tokens too, and observers do not notice."""
     sampling = Sampling.of(list(range(6)), guidance=2.0, temperature=temperature)
-    condition = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS[:2] * 3)))
+    words = tiny.words(tiny.words.encode(PROMPTS[:2] * 3))
+    condition = tiny.gpt.condition(words)
+    small = {"draft_model": SmallDraftModel(tiny.small, *cfg_inputs(tiny.small, *tiny.small.condition(words)))}
     known_tokens = begun(decode(tiny.gpt, *condition, sampling).tokens, [0, 15, 3, 12, 0, 8])
     batches, extend, num_steps = [], tiny.gpt.extend, torch.ones(6, dtype=torch.int64)
 
@@ -166,9 +179,10 @@ def test_finished_images_leave_the_batch(tiny, monkeypatch, m, temperature):
 
     with monkeypatch.context() as patched:
         patched.setattr(specvis.decoding.jacobi.JacobiState, "can_select", False)
-        usual = jacobi_decode(tiny.gpt, *condition, sampling, [m] * 6, known_tokens=known_tokens)
+        usual = jacobi_decode(tiny.gpt, *condition, sampling, [m] * 6, known_tokens=known_tokens, **small)
     monkeypatch.setattr(tiny.gpt, "extend", counting)
-    decoded = jacobi_decode(tiny.gpt, *condition, sampling, [m] * 6, known_tokens=known_tokens, observe=observe)
+    decoded = jacobi_decode(tiny.gpt, *condition, sampling, [m] * 6, known_tokens=known_tokens, observe=observe,
+                            **small)
     assert min(batches) < 12 == max(batches)  # rows: two an image
     assert torch.equal(num_steps, decoded.target_forwards)
     fields = [field.name for field in dataclasses.fields(decoded)[:2 if m.drafts.window == "auto" else -1]]
@@ -220,7 +234,8 @@ class Broken(BagModel):
 
 
 @pytest.mark.parametrize("m", [method("jacobi", window=4), method("jacobi", window="auto", guess="last"), VANILLA,
-                               method("jacobi", window=4, seed_exact=False)], ids=lambda m: m.label)
+                               method("jacobi", window=4, refresh=2), method("jacobi", window=4, seed_exact=False)],
+                         ids=lambda m: m.label)
 def test_logits_that_are_not_finite_end_an_image(m):
     whole, broken = jacobi(m), jacobi(m, model=Broken(1))
     assert (whole.tokens[1] == 3).any() and broken.failed.tolist() == [False, True, False, False, False]

@@ -62,7 +62,7 @@ def test_agree_with_a_forward_over_the_image(pipeline, name):
     assert ((decoded.log_probs.full - wrong).abs() > 1e-3).any(1).all()
 
 
-@pytest.mark.parametrize("name", ["vanilla", "jacobi", "eagle2"])
+@pytest.mark.parametrize("name", ["vanilla", "jacobi", "jacobi:window=5:refresh=2", "eagle2"])
 def test_same_seed_same_log_probs(pipeline, name):
     """Whatever the method, whether the images take turns, and with known tokens, which have none."""
     plain = pipeline.tokens(PROMPTS, "vanilla", sampling(pipeline))
@@ -88,7 +88,7 @@ def test_an_image_that_fails_at_once_has_none(pipeline, name, monkeypatch):
     assert decoded.failed.all() and not any(x.any() for x in decoded.log_probs)
 
 
-@pytest.mark.parametrize("name", ["vanilla", "jacobi", "gsd", "eagle1", "eagle2"])
+@pytest.mark.parametrize("name", ["vanilla", "jacobi", "jacobi:window=5:refresh=2", "gsd", "eagle1", "eagle2"])
 def test_an_image_that_fails_has_none_from_there_on(pipeline, name, monkeypatch):
     """The target's logits are NaN after one of the image's tokens. Images beside it go on."""
     plain = pipeline.tokens(PROMPTS, name, sampling(pipeline))

@@ -39,6 +39,10 @@ from specvis.decoding.methods import FRACTIONAL, METHODS, Method, method, parse_
     ("jacobi", {"window": True}, "window must be a whole number within 1..1023, or auto, got True"),
     ("jacobi", {"window": "all"}, "window must be a whole number within 1..1023, or auto, got 'all'"),
     ("jacobi", {"guess": "below"}, "guess must be one of above, last, got 'below'"),
+    ("jacobi", {"refresh": 9}, "refresh must be a whole number within 0..8, got 9"),
+    ("jacobi", {"refresh": -1}, "refresh must be a whole number within 0..8, got -1"),
+    ("jacobi", {"refresh": True}, "refresh must be a whole number within 0..8, got True"),
+    ("jacobi", {"refresh": 1, "seed_exact": False}, "refresh must be 0 where seed_exact is false: a guess .*, got 1"),
     ("jacobi", {"draft_model": "eagle"}, "method jacobi has no parameter 'draft_model'; its parameters: window, guess"),
     ("jacobi", {"seed_exact": False, "coupling": "half"}, "coupling must be one of maximal, none, got 'half'"),
     ("jacobi", {"seed_exact": "false"}, "seed_exact must be True or False, got 'false'"),
@@ -110,7 +114,8 @@ def test_how_methods_are_written():
 
 
 @pytest.mark.parametrize("text, expected", [
-    ("jacobi:window=8", {"window": 8}), ("jacobi", {"window": "auto"}), ("gsd:window=auto", {"window": "auto"}),
+    ("jacobi:window=8", {"window": 8}), ("jacobi:refresh=2", {"refresh": 2}), ("jacobi", {"window": "auto"}),
+    ("gsd:window=auto", {"window": "auto"}),
     ("jacobi:guess=last", {"guess": "last"}),
     ("jacobi:seed_exact=false:coupling=none", {"seed_exact": False, "coupling": "none"}),
     ("jacobi:seed_exact=false:omega=1.2:nu=0.1", {"seed_exact": False, "omega": 1.2, "nu": 0.1}),
@@ -129,11 +134,12 @@ def test_labels_read_back(text, expected):
 def test_what_a_jacobi_method_is():
     m = METHODS["jacobi"]
     assert [name for name in m.parameters if name not in relaxing(m)] == ["window", "guess", "refresh", "seed_exact"]
-    assert list(METHODS["gsd"].parameters) == ["window", "guess", "seed_exact", "coupling", "k", "delta", "cutoff",
-                                                   "metric", "omega", "nu", "residual"]
+    assert list(METHODS["gsd"].parameters) == ["window", "guess", "refresh", "seed_exact", "coupling", "k", "delta",
+                                               "cutoff", "metric", "omega", "nu", "residual"]
     assert (m.drafts.window, m.max_depth, m.max_nodes, m.max_width) == ("auto", MAX_WINDOW, MAX_WINDOW + 1, 1)
     assert method("jacobi", window=5).max_nodes == 6
     assert method("jacobi", seed_exact=False).max_depth == USUAL_WINDOW  # the tokens must not go by the clock
+    assert method("jacobi", refresh=1).family != method("jacobi", refresh=2).family
     relaxed = method("jacobi", seed_exact=False, window=5, omega=1.5)
     assert relaxed.omegas == (1.5,) * 5 and relaxed.family == method("jacobi", seed_exact=False, window=9).family
     assert len({m.family, relaxed.family, method("jacobi", guess="last").family, METHODS["gsd"].family,
@@ -147,7 +153,7 @@ def test_gsd_is_as_released_and_the_coupled_form_has_another_name():
     """GSD's code: 15 guesses, 13 others than the draft, within 0.15; all after the first rejection is drawn anew."""
     gsd = METHODS["gsd"]
     assert gsd.parameters == {
-        "window": 15, "guess": "above", "seed_exact": False, "coupling": "none", "k": 13, "delta": 0.15,
+        "window": 15, "guess": "above", "refresh": 0, "seed_exact": False, "coupling": "none", "k": 13, "delta": 0.15,
         "cutoff": "tvd", "metric": "rank", "omega": 1.0, "nu": 0.0, "residual": "optimal"}
     assert METHODS["gsd+coupled"].parameters == gsd.parameters | {"window": 16, "coupling": "maximal", "k": 14}
     assert parse_method("gsd+coupled:k=6").label == "gsd+coupled:k=6"

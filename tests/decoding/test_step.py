@@ -66,7 +66,8 @@ def operations_of_steps(pipeline, method, monkeypatch, batch=2):
         return result
 
     monkeypatch.setattr(module, "run_step", counted)
-    for model, names in ((pipeline.gpt, ("extend", "prefill", "logits")), (EagleDraftModel, ("extend", "prefill"))):
+    of_gpt = "extend", "prefill", "logits"
+    for model, names in ((pipeline.gpt, of_gpt), (pipeline.small, of_gpt), (EagleDraftModel, ("extend", "prefill"))):
         for name in names:
             monkeypatch.setattr(model, name, operations.unseen(getattr(model, name)))
     with operations:
@@ -74,7 +75,7 @@ def operations_of_steps(pipeline, method, monkeypatch, batch=2):
     return steps[1:]
 
 
-@pytest.mark.parametrize("method", ["jacobi:window=5", "lantern:k=8", "eagle1"])
+@pytest.mark.parametrize("method", ["jacobi:window=5", "jacobi:window=5:refresh=2", "lantern:k=8", "eagle1"])
 def test_a_step_takes_few_operations(tiny, monkeypatch, method):
     steps = operations_of_steps(tiny, method, monkeypatch)
     for counts in steps:
@@ -131,8 +132,9 @@ def recorded(monkeypatch):
     monkeypatch.setattr(Recorded, "num_replays", 0)
 
 
-METHODS = ["vanilla", "jacobi:window=5", "jacobi:window=3:guess=last", "jacobi:window=5:seed_exact=false", "eagle1",
-           "eagle1:seed_exact=true", "eagle2", "lantern:k=8", "adt-tree", "cool-sd"]
+METHODS = ["vanilla", "jacobi:window=5", "jacobi:window=3:guess=last", "jacobi:window=5:seed_exact=false",
+           "jacobi:window=5:refresh=2", "eagle1", "eagle1:seed_exact=true", "eagle2", "lantern:k=8", "adt-tree",
+           "cool-sd"]
 MORE = ["gsd", "gsd+coupled", "speculative:omega=1.5", "adt-tree+lantern:k=8"]
 
 
@@ -187,9 +189,10 @@ def test_an_observer_may_keep_the_steps(tiny, request, name):
         assert all(map(torch.equal, tree_leaves(a), tree_leaves(b)))
 
 
-@pytest.mark.parametrize("name", ["jacobi:window=3", "eagle1"])
+@pytest.mark.parametrize("name", ["jacobi:window=3", "jacobi:window=3:refresh=1", "eagle1"])
 def test_steps_are_run_again_only_if_every_model_agrees(tiny, monkeypatch, recorded, name):
-    monkeypatch.setattr(EagleDraftModel if name == "eagle1" else tiny.gpt, "can_replay", False, raising=False)
+    model = EagleDraftModel if name == "eagle1" else tiny.small if "refresh" in name else tiny.gpt
+    monkeypatch.setattr(model, "can_replay", False, raising=False)
     tiny.tokens(PROMPTS[:2], name, Sampling.of([0, 1], guidance=2.0))
     assert Recorded.num_replays == 0
 
@@ -225,8 +228,8 @@ def with_tensors(thing, of_tensor, monkeypatch):
         return copy.deepcopy(thing)
 
 
-STEPS = ["jacobi:window=5", "jacobi:window=5:seed_exact=false", "lantern:k=8", "eagle1", "eagle1:seed_exact=true",
-         "eagle2", "adt-tree"]
+STEPS = ["jacobi:window=5", "jacobi:window=5:seed_exact=false", "jacobi:window=5:refresh=2", "lantern:k=8", "eagle1",
+         "eagle1:seed_exact=true", "eagle2", "adt-tree"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

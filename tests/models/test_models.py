@@ -82,7 +82,7 @@ def test_half_precision_keeps_the_rotations():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("method", ["vanilla", "jacobi:window=5", "lantern:k=8"])
+@pytest.mark.parametrize("method", ["vanilla", "jacobi:window=5", "jacobi:window=5:refresh=2", "lantern:k=8"])
 def test_logits_of_the_model_s_dtype_give_the_tokens_of_float32(monkeypatch, method, dtype):
     """The ops compute in float32, so they may read what the model made. By modules: `packed_linear` gives float32."""
     monkeypatch.setattr(specvis.models.layers, "USE_KERNELS", False)

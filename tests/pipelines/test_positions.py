@@ -2,8 +2,16 @@
 import pytest
 import torch
 
+import specvis.models.layers
 from specvis.decoding.sampling import Sampling
-from specvis.pipelines.positions import draw_margins, forward_numbers, is_near_a_filter, target_hidden
+from specvis.pipelines.positions import (
+    ROUNDING_STEPS,
+    draw_margins,
+    forward_numbers,
+    is_near_a_filter,
+    logit_rounding,
+    target_hidden,
+)
 from specvis_kernels import draw_tokens, gumbel_noise
 from tests.tiny import tiny_pipeline
 
@@ -40,6 +48,23 @@ def test_a_margin_is_what_another_token_lacks(pipeline, temperature):
     for factor, is_same in ((0.99, True), (1.01, False)):
         lowered = logits.scatter_add(2, tokens[..., None], -factor * margins[..., None])
         assert ((draw_tokens(lowered, None, *settings).tokens == tokens) == is_same).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_forwards_round_logits_by_no_more(monkeypatch, dtype):
+    """One of all positions, and one for each. By modules: the kernels have one order of sums."""
+    monkeypatch.setattr(specvis.models.layers, "USE_KERNELS", False)
+    pipeline, sampling, read = tiny_pipeline().to(dtype), Sampling.of([3]), []
+    tokens, logits = pipeline.tokens(PROMPTS[:1], "vanilla", sampling).tokens, pipeline.gpt.logits
+    with torch.inference_mode():
+        at_once = logits(target_hidden(pipeline, PROMPTS[:1], tokens))[:, -16:].float()
+    monkeypatch.setattr(pipeline.gpt, "logits", lambda hidden: read.append(logits(hidden)) or read[-1], raising=False)
+    pipeline.tokens(PROMPTS[:1], "vanilla", sampling)
+    one_by_one = torch.cat([row[:, -1:].float() for row in read], 1)
+    allowed = torch.tensor([logit_rounding(pipeline, PROMPTS[0], tokens, position) for position in range(16)])
+    torch.testing.assert_close(allowed, ROUNDING_STEPS * torch.finfo(dtype).eps * at_once.abs().amax((0, 2)))
+    change = (one_by_one - at_once).abs().amax((0, 2))
+    assert (change <= allowed).all() and change.any()
 
 
 def test_rounding_can_change_what_a_filter_keeps(pipeline):

@@ -41,6 +41,7 @@ def test_a_request_that_fails_leaves_its_place_clean(tiny, monkeypatch, name, ba
     test_driver.test_a_request_that_fails_leaves_its_place_clean(tiny, monkeypatch, name, batch)
 
 
-@pytest.mark.parametrize("name", ["vanilla", "jacobi:window=5:seed_exact=false", "eagle1", "lantern:k=8", "adt-tree"])
+@pytest.mark.parametrize("name", ["vanilla", "jacobi:window=5:seed_exact=false", "jacobi:window=5:refresh=2", "eagle1",
+                                  "lantern:k=8", "adt-tree"])
 def test_a_step_compiles_as_one_graph(tiny_target, monkeypatch, name):  # noqa: F811
     test_step.test_a_step_compiles_as_one_graph(tiny_target, monkeypatch, name)

@@ -13,11 +13,11 @@ from ..decoding.methods import ContinuousMethod, Method
 from ..decoding.sampling import Sampling
 from ..pipelines.discrete import Pipeline
 from ..pipelines.mar import MARPair
-from ..pipelines.positions import draw_margins, is_near_a_filter
+from ..pipelines.positions import draw_margins, is_near_a_filter, logit_rounding
 from .options import is_exact
 from .progress import Steps
 
-ROUNDING = 1e-4  # two candidates for a token that are nearer than this may change places by rounding
+ROUNDING = 1e-4  # two candidates for a token that are nearer than this may change places by rounding in float32
 
 Pipelines = dict[type, Pipeline | MARPair]  # the key is the type of the methods by which they decode
 
@@ -164,10 +164,10 @@ def report_differences(pipelines: Pipelines, results: list[ComparedResult], prom
     candidates for a token are as good as equal, that may decide between them; and which ids top-k and top-p keep.
 
     Raises:
-        click.ClickException: a token differs although its two best candidates are more than ROUNDING apart, and no
-            change of the logits by as much draws another
+        click.ClickException: a token differs although its two best candidates are more than ROUNDING apart, or than
+            `logit_rounding` where that is more, and no change of the logits by as much draws another
     """
-    wrong = 0
+    wrong = []
     for result in results:
         same = result.same_tokens
         for i in [] if same is None else (~same).nonzero()[:, 0].tolist():
@@ -175,14 +175,16 @@ def report_differences(pipelines: Pipelines, results: list[ComparedResult], prom
             position = (result.decoded.tokens[i: i + 1] != tokens).nonzero()[0, 1].item()
             margins = draw_margins(pipelines[Method], [prompts[i]], tokens, result.sampling[[i]])
             margin = margins[0, position].item()
-            reason = ": rounding" if margin <= ROUNDING else ""
+            rounding = max(ROUNDING, logit_rounding(pipelines[Method], prompts[i], tokens, position))
+            reason = ": rounding" if margin <= rounding else ""
             if not reason and is_near_a_filter(pipelines[Method], prompts[i], tokens, result.sampling[[i]], position,
-                                               ROUNDING):
+                                               rounding):
                 reason = ": rounding, which changes what the filters keep"
-            wrong += not reason
+            if not reason:
+                wrong.append(rounding)
             click.echo(f"{'' if reason else 'ERROR: '}{result.label}: {prompts[i]!r} (picture {i}) differs from the "
                        f"baseline's from token {position} on, where its two best candidates are {margin:.1e} apart"
                        f"{reason}", err=not reason)
     if wrong:
-        raise click.ClickException(f"pictures that differ from the baseline's by more than rounding ({ROUNDING:g}): "
-                                   f"{wrong}")
+        raise click.ClickException("pictures that differ from the baseline's by more than rounding "
+                                   f"({max(wrong):.1g}): {len(wrong)}")

@@ -55,12 +55,16 @@ class ContinuousSampling:
 
 @dataclass(frozen=True)
 class KnownTokens:
-    """Tokens that are known from the start, for inpainting. They come first in the order."""
+    """Tokens that are known from the start, for inpainting, on any device. They come first in the order."""
 
     tokens: Tensor               # (B, L, C) float32  the values at unknown positions do not matter
     is_known: Tensor             # (B, L) bool  the same number in each image
     num_new: int | None = None   # how many tokens to draw; None: all that are unknown
     order: Tensor | None = None  # (B, L) int64  the position of the n-th token, known ones first; None: by the seeds
+
+    def to(self, device: torch.device) -> "KnownTokens":
+        return KnownTokens(self.tokens.to(device), self.is_known.to(device), self.num_new,
+                           None if self.order is None else self.order.to(device))
 
 
 @dataclass
@@ -103,6 +107,7 @@ class ContinuousState:
         sort_key = philox_uniforms(seeds, 1, L, stream=ORDER)[:, 0]
         if known is not None:
             self.start, self.end = check_known(known, B, L, C)
+            known = known.to(device)
             self.tokens = known.tokens.masked_fill(~known.is_known[..., None], 0.0)
             sort_key = torch.where(known.is_known, -1.0, sort_key)
         has_order = known is not None and known.order is not None

@@ -67,7 +67,7 @@ class Refresh(BatchState):
             counts:        (B,) int64    how many tokens each image had before the target's forward
             num_accepted:  (B,) int64    how many of its guesses were right; -1: there was no forward
             windows:       (B,) int64    how many guesses it read
-            columns:       no image that goes on has more tokens after it
+            columns:       no image that went on had more tokens before it
             target_logits: (R, N, V)     at its nodes; None: there was no forward
         """
         settings = state.settings
@@ -84,6 +84,7 @@ class Refresh(BatchState):
             logits = rows = self.draft_model.logits(take_nodes(hidden, nodes))
             if target_logits is not None:
                 rows = torch.where(was_read, unchanged.add(logits, alpha=TRUST), logits)
+                rows.nan_to_num_(-torch.inf, torch.inf, -torch.inf)  # of ids that both models forbid by -inf
             drawn = settings.sampling.draw_from(rows, positions, ids, log_probs=False)
             state.tokens.scatter_(1, own, drawn.tokens)
         if self.logits is None:

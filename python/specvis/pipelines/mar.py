@@ -210,7 +210,7 @@ class MARPair(nn.Module):
 
     @torch.inference_mode()
     def pictures(self, tokens: Tensor) -> list[Image.Image]:
-        """Tokens (B, L, C) float32 of square images -> B pictures."""
+        """Tokens (B, L, C) float32 of square images, on any device -> B pictures."""
         c = self.mar.config
         if not isinstance(tokens, Tensor):
             raise ValueError(f"tokens must be a float32 tensor (B, L={c.tokens}, C={c.channels}), "
@@ -218,6 +218,7 @@ class MARPair(nn.Module):
         if tokens.shape[1:] != (c.tokens, c.channels):
             raise ValueError(f"tokens must be (B, L, C) = (B, {c.tokens}, {c.channels}), got {tuple(tokens.shape)}")
         side = math.isqrt(c.tokens)
-        images = self.tokenizer.decode_latents(self.scaling.latents(tokens).unflatten(1, (side, side)))
+        latents = self.scaling.latents(tokens.to(self.device)).unflatten(1, (side, side))
+        images = self.tokenizer.decode_latents(latents)
         images = (images.clamp(-1, 1).permute(0, 2, 3, 1) + 1) * 127.5
         return [Image.fromarray(image.round().byte().cpu().numpy()) for image in images]

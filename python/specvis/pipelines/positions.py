@@ -9,6 +9,8 @@ from ..decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from ..models.llamagen import condition_mask
 from .discrete import Pipeline
 
+ROUNDING_STEPS = 5  # in bfloat16, the shipped model's logits in two forwards of one picture differ by up to 4.1
+
 
 def steps_gain(num_accepted: Tensor) -> Tensor:
     """How many tokens the step that made each position added to the picture.
@@ -60,6 +62,18 @@ def teacher_forced_probs(pipeline: Pipeline, prompts: list[str], tokens: Tensor,
     drafted = pipeline.eagle.read(shifted, hidden[:, :-1], position_ids,
                                   condition_mask(padding_mask[:, :prefix_len], shifted.shape[1]))
     return sampling.probs(gpt, hidden[:, prefix_len:])[0], sampling.probs(gpt, drafted[:, prefix_len:])[0]
+
+
+@torch.inference_mode()
+def logit_rounding(pipeline: Pipeline, prompt: str, tokens: Tensor, position: int) -> float:
+    """By how much two forwards may round the logits at a position of a picture differently: ROUNDING_STEPS of the
+    model's dtype at the largest of them. Logits are sums of numbers about as large, all of which are rounded.
+
+    tokens (1, L) int64: of the picture
+    """
+    row = target_hidden(pipeline, [prompt], tokens)[:, position - tokens.shape[1]].unsqueeze(1)
+    step = torch.finfo(pipeline.gpt.output.weight.dtype).eps
+    return ROUNDING_STEPS * step * pipeline.gpt.logits(row).abs().max().item()
 
 
 @torch.inference_mode()
