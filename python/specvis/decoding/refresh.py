@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..models.interface import DraftModel, Nodes, id_range
+from ..models.threads import copy, in_parts
 from .batch_state import BatchState
 from .sampling import take_nodes
 from .trees import chain_ancestors
@@ -76,17 +77,24 @@ class Refresh(BatchState):
         positions, read = counts[:, None] + nodes, (counts - 1)[:, None] + self.index[:2 * N]
         ids, own = id_range(settings.target, positions), settings.own(positions, state.tokens.shape[1] - 1)
         if target_logits is not None:
-            was_read = (nodes <= windows[:, None]).repeat(self.num_rows // len(counts), 1)[..., None]
-            unchanged = target_logits.sub(self.logits[:, :N], alpha=TRUST)
-            unchanged = take_nodes(unchanged, nodes.clamp(max=N - 1))
+            was_read = (nodes <= windows[:, None]).repeat(self.num_rows // len(counts), 1).view(-1, 1)
+            before = [take_nodes(x, nodes.clamp(max=N - 1)).flatten(0, 1) for x in (target_logits, self.logits[:, :N])]
         for _ in range(self.num_refreshes):
             hidden = self.read(state.tokens.gather(1, read), read[:, 0], columns + 2 * N)
             logits = rows = self.draft_model.logits(take_nodes(hidden, nodes))
             if target_logits is not None:
-                rows = torch.where(was_read, unchanged.add(logits, alpha=TRUST), logits)
-                rows.nan_to_num_(-torch.inf, torch.inf, -torch.inf)  # of ids that both models forbid by -inf
+                rows = in_parts(changed, rows.shape[2], *before, rows.flatten(0, 1), was_read).view_as(rows)
             drawn = settings.sampling.draw_from(rows, positions, ids, log_probs=False)
             state.tokens.scatter_(1, own, drawn.tokens)
         if self.logits is None:
             self.logits = logits.clone()
-        self.logits[:, :N].copy_(logits)
+        copy(self.logits[:, :N], logits)
+
+
+def changed(target: Tensor, before: Tensor, now: Tensor, was_read: Tensor) -> Tensor:
+    """The target's logits (K, V) and how the small model's have changed; where the target has none, the small model's.
+
+    was_read: (K, 1) bool  whether the target has any
+    """
+    rows = torch.where(was_read, target.add(now - before, alpha=TRUST), now)
+    return rows.nan_to_num_(-torch.inf, torch.inf, -torch.inf)  # NaN of ids that both models forbid by -inf
