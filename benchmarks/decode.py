@@ -148,7 +148,11 @@ class Recorder:
         return result
 
     def tau(self, method: Method) -> float:
-        return 1.0 if method.is_baseline else self(method).tau.mean().item()
+        """Tokens per forward, of all pictures together: seconds follow the forwards."""
+        if method.is_baseline:
+            return 1.0
+        forwards = self(method).target_forwards
+        return self.pipeline.num_tokens * len(forwards) / forwards.sum().item()
 
 
 @dataclass
@@ -256,7 +260,7 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
             pass
         end = clock.now()
     num_steps -= first[1]
-    tau = decoded.tau.mean().item() if decoded else num_new / max(num_steps, 1) / batch
+    tau = L * batch / decoded.target_forwards.sum().item() if decoded else num_new / max(num_steps, 1) / batch
     return Run(end - begin, end - first[0], num_steps, tau, Counter(watch.seconds if watch else {}))
 
 

@@ -1,7 +1,7 @@
 """Where does a correction matter?   python -m benchmarks.refresh [--windows ..] [--pictures N] [--json FILE]
 
-Jacobi decoding of the shipped model, whose guesses are redrawn between two forwards of the target: by which rule, by
-which model, how often. Nothing is timed. What counts are tokens per forward of the target, over pictures of 16
+Jacobi decoding of the shipped model, whose guesses are refreshed between two forwards of the target: by which rule,
+by which model, how often. Nothing is timed. What counts are tokens per forward of the target, over pictures of 16
 settings: the demo's prompts and others, temperature 1 and 0.7, guidance 1.2 and 2, with filters (top-k 100, top-p 0.8)
 and without. A gain is of the mean over all pictures, with a bootstrap interval of 95 %. All rows have the same
 pictures.
@@ -35,6 +35,7 @@ from torch import Tensor
 from benchmarks import harness
 from specvis.cli.options import PROMPTS
 from specvis.decoding import jacobi, refresh
+from specvis.decoding.batch_state import model_rows
 from specvis.decoding.draft_model import EagleDraftModel, SmallDraftModel
 from specvis.decoding.methods import METHODS
 from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg, split_rows, take_nodes
@@ -53,13 +54,13 @@ AT_ONCE = {"cpu": 16, "cuda": 64}  # pictures that are decoded together
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: who redraws the guesses, how often, and by which rule."""
+    """A row of the table: which model refreshes the guesses, how often, and by which rule."""
 
     refreshes: int
     rule: str = "logits"
-    drafter: str = "small"     # or "EAGLE", or how many of the target's first layers
+    draft_model: str = "small"  # or "EAGLE", or how many of the target's first layers
     trust: float = refresh.TRUST
-    new: str = "small"         # what new positions get; or "row above"
+    new: str = "small"          # what new positions get; or "row above"
 
     @property
     def name(self) -> str:
@@ -73,15 +74,15 @@ class Row:
     def model(self) -> str:
         if not self.refreshes:
             return "-"
-        return f"the target's first {self.drafter} layers" if self.drafter.isdecimal() else {
-            "small": "small GPT", "EAGLE": "EAGLE's head"}[self.drafter]
+        return {"small": "small GPT", "EAGLE": "EAGLE's head"}.get(
+            self.draft_model, f"the target's first {self.draft_model} layers")
 
 
 ROWS = [Row(0), *map(Row, (1, 2, 3, 4, 8)), *(Row(3, trust=trust) for trust in (0.3, 1.0)), Row(3, new="row above"),
         *(Row(n, rule) for rule in ("changed", "credible", "sure", "unsure") for n in (3, 8)),
-        *(Row(n, drafter="EAGLE") for n in (1, 3)),
-        *(Row(3, drafter=n, new="row above") for n in ("2", "6"))]
-KEPT = [row for row in ROWS if row == Row(row.refreshes)]  # what ships
+        *(Row(n, draft_model="EAGLE") for n in (1, 3)),
+        *(Row(3, draft_model=n, new="row above") for n in ("2", "6"))]
+SHIPPED = [row for row in ROWS if row == Row(row.refreshes)]  # what ships
 
 
 class ByRule(refresh.Refresh):
@@ -89,43 +90,46 @@ class ByRule(refresh.Refresh):
 
     row: Row
 
-    def redraw(self, state, counts, num_accepted, windows, columns, target_logits=None):
+    def redraw(self, state, *forward):
         if isinstance(self.draft_model, EagleGuesses):
             self.draft_model.counts = state.counts
-        if target_logits is None or self.row == replace(self.row, rule="logits", new="small"):
-            return super().redraw(state, counts, num_accepted, windows, columns, target_logits)
-        sampling, N = state.settings.sampling, target_logits.shape[1]
-        nodes = num_accepted[:, None] + 1 + self.index[:N]
-        positions, read = counts[:, None] + nodes, (counts - 1)[:, None] + self.index[:2 * N]
-        inside, was_read = nodes.clamp(max=N - 1), nodes <= windows[:, None]
-        old, target = take_nodes(self.logits[:, :N], inside), take_nodes(target_logits, inside)
+        super().redraw(state, *forward)
+
+    def select(self, rows, batch):
+        if isinstance(self.draft_model, EagleGuesses):
+            self.draft_model.target.select(rows, batch)
+        return super().select(rows, batch)
+
+    def before(self, target_logits, nodes, was_read):
+        inside = nodes.clamp(max=nodes.shape[1] - 1)
+        rows = [take_nodes(x, inside) for x in (target_logits, self.logits[:, :nodes.shape[1]])]
+        return *rows, was_read, super().before(target_logits, nodes, was_read)
+
+    def guesses(self, state, positions, ids, logits, before):
+        sampling = state.settings.sampling
 
         def draw(logits):
             return sampling.draw_from(logits, positions).tokens
 
-        noise = gumbel_noise(sampling.seeds, positions, target.shape[2])
-
         def ahead(logits, first, second):
             """By how much one token is before another where they are drawn from these logits."""
-            guided = torch.lerp(*reversed(split_rows(logits, len(counts))), sampling.guidance[:, None, None])
-            scores = guided / sampling.temperature[:, None, None] + noise
+            guided = torch.lerp(*reversed(split_rows(logits, len(positions))), sampling.guidance[:, None, None])
+            scores = guided / sampling.temperature[:, None, None]
+            scores += gumbel_noise(sampling.seeds, positions, scores.shape[2])
             return (scores.gather(2, first[..., None]) - scores.gather(2, second[..., None]))[..., 0]
 
-        before, own = draw(old), draw(target)
-        for _ in range(self.num_refreshes):
-            current = state.tokens.gather(1, positions)
-            hidden = self.read(state.tokens.gather(1, read), read[:, 0], columns + 2 * N)
-            logits = self.draft_model.logits(take_nodes(hidden, nodes))
-            drawn = draw(logits)
-            if self.row.rule == "logits":
-                guesses = draw(target + self.row.trust * (logits - old))
-            else:
-                may = {"changed": was_read, "credible": before == own, "sure": ahead(logits, drawn, own) > 1,
-                       "unsure": ahead(target, own, drawn) < 1}[self.row.rule]
-                guesses = torch.where((drawn != before) & may, drawn, own)
-            new = drawn if self.row.new == "small" else current
-            state.tokens.scatter_(1, positions, torch.where(was_read, guesses, new))
-        self.logits[:, :N].copy_(logits)
+        drawn = draw(logits)
+        if before is None:
+            return drawn
+        target, old, was_read, kept = before
+        if self.row.rule == "logits":
+            taken = super().guesses(state, positions, ids, logits, kept)
+        else:
+            own, stale = draw(target), draw(old)
+            may = {"changed": was_read, "credible": stale == own, "sure": ahead(logits, drawn, own) > 1,
+                   "unsure": ahead(target, own, drawn) < 1}[self.row.rule]
+            taken = torch.where((drawn != stale) & may, drawn, own)
+        return torch.where(was_read, taken, drawn if self.row.new == "small" else state.tokens.gather(1, positions))
 
 
 class Remembering:
@@ -149,12 +153,17 @@ class Remembering:
         self.keep(nodes.position_ids - self.prefix_len, hidden)
         return hidden
 
+    def select(self, rows: list[int], batch: int) -> None:
+        self.before = self.before[model_rows(rows, batch, len(self.before))]
+
     def keep(self, positions: Tensor, hidden: Tensor) -> None:
         self.before.scatter_(1, (positions + 1)[..., None].expand_as(hidden), hidden)
 
 
 class EagleGuesses:
     """EAGLE's head, which reads the target's hidden states of the last forward, and its own where tokens are new."""
+
+    reads_hidden = False  # it finds them by itself
 
     def __init__(self, inner: EagleDraftModel, target: Remembering):
         self.inner, self.target = inner, target
@@ -200,15 +209,15 @@ def forwards(pipeline: Pipeline, row: Row, window: int, pictures: list[int]) -> 
     source = pipeline.source(list(prompts))
     condition, mask = pipeline.gpt.condition(*source)
     target = pipeline.gpt
-    if row.drafter == "EAGLE":
+    if row.draft_model == "EAGLE":
         target = Remembering(target)
         draft_model = EagleGuesses(EagleDraftModel(pipeline.gpt, pipeline.eagle, repeat_for_cfg(mask)), target)
     else:
-        small = pipeline.small if row.drafter == "small" else first_layers(target, int(row.drafter))
+        small = pipeline.small if row.draft_model == "small" else first_layers(target, int(row.draft_model))
         draft_model = SmallDraftModel(small, *cfg_inputs(small, *small.condition(*source)))
     draft_model.can_replay = False  # capturing so few steps costs more than it saves
     with ExitStack() as patches:
-        if row not in KEPT:
+        if row not in SHIPPED:
             patches.enter_context(patch.object(jacobi, "Refresh", type("", (ByRule,), {"row": row})))
             patches.enter_context(patch.object(refresh, "TRUST", row.trust))
         decoded = jacobi.jacobi_decode(target, condition, mask, sampling,
@@ -250,7 +259,7 @@ def tables(records: list[dict], num_tokens: int) -> str:
                 "-" if cell is None else in_words(base[window] if not row.refreshes else cell, base[window], num_tokens)
                 for cell, window in zip(cells, windows)) + " |")
     num_pictures = len(base[windows[0]])
-    kept = [(row, window) for window in windows if window in (16, 32) for row in KEPT if row.refreshes in (2, 3)]
+    kept = [(row, window) for window in windows if window in (16, 32) for row in SHIPPED if row.refreshes in (2, 3)]
     lines += ["", "| window, refreshes | " + " | ".join(f"{window}, {row.refreshes}" for row, window in kept) + " |",
               "|---|" + "---|" * len(kept)]
     for index, (what, levels) in enumerate(LEVELS.items()):
@@ -266,7 +275,7 @@ def plot(records: list[dict], num_tokens: int, path: Path) -> None:
     """Tokens per forward by window, and their gain with its interval: a line for each number of refreshes."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
     taken = {(r["refreshes"], r["window"]): np.array(r["forwards"]) for r in records
-             if any((r["rule"], r["model"], r["refreshes"]) == (row.name, row.model, row.refreshes) for row in KEPT)}
+             if any((r["rule"], r["model"], r["refreshes"]) == (row.name, row.model, row.refreshes) for row in SHIPPED)}
     windows = sorted({window for _, window in taken})
     for index, refreshes in enumerate(sorted({refreshes for refreshes, _ in taken}, reverse=True)):
         own = [window for window in windows if (refreshes, window) in taken]
@@ -292,7 +301,7 @@ def main():
     parser.add_argument("--windows", nargs="+", type=int, default=[8, 16, 32, 64], metavar="W",
                         help="default 8 16 32 64")
     parser.add_argument("--pictures", type=int, default=64, metavar="N", help="a multiple of 16; default 64")
-    parser.add_argument("--kept", action="store_true", help="the shipped rule alone")
+    parser.add_argument("--shipped", action="store_true", help="the shipped rule alone")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
     parser.add_argument("--json", metavar="FILE", help="write the records, and take those that it has")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw tokens per forward by window")
@@ -309,7 +318,7 @@ def main():
     num_tokens, step = pipeline.num_tokens, AT_ONCE.get(options.device, 16)
     parts = [list(range(i, min(i + step, options.pictures))) for i in range(0, options.pictures, step)]
     plain, machine = None, harness.machine()
-    for window, row in product(options.windows, KEPT if options.kept else ROWS):
+    for window, row in product(options.windows, SHIPPED if options.shipped else ROWS):
         known = {"rule": row.name, "model": row.model, "refreshes": row.refreshes, "window": window}
         if any(known.items() <= record.items() for record in records):
             continue

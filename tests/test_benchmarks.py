@@ -434,10 +434,11 @@ def test_every_row_of_refresh_has_a_name_of_its_own():
 
 
 @pytest.mark.parametrize("row", [refresh.Row(2, "sure"), refresh.Row(2, "unsure", new="row above"),
-                                 refresh.Row(2, drafter="EAGLE"), refresh.Row(2, drafter="2", trust=1.0)])
+                                 refresh.Row(2, draft_model="EAGLE"), refresh.Row(2, draft_model="2", trust=1.0)])
 def test_a_rule_of_refresh_redraws_guesses_and_no_picture(row):
     pipeline, pictures = Pipeline.load(), [0, 7]
     taken, tokens = refresh.forwards(pipeline, row, 4, pictures)
     plain, expected = refresh.forwards(pipeline, refresh.Row(0), 4, pictures)
     assert torch.equal(tokens, expected) and taken != plain
-    assert taken != refresh.forwards(pipeline, replace(row, rule="logits", drafter="small", trust=0.0), 4, pictures)[0]
+    other = replace(row, rule="logits", draft_model="small", trust=0.0)
+    assert taken != refresh.forwards(pipeline, other, 4, pictures)[0]

@@ -206,6 +206,8 @@ class QueueModel(BagModel):
 class Whole:
     """The control: a draft model that cannot be asked for some requests alone."""
 
+    reads_hidden = False
+
     def __init__(self, draft_model):
         for name in ("prefix_len", "padding_mask", "new_cache", "prefill", "extend", "logits"):
             setattr(self, name, getattr(draft_model, name))

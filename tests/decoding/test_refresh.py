@@ -178,6 +178,8 @@ def test_a_small_model_that_fails_costs_guesses_alone():
 class Likeliest7:
     """A draft model that knows nothing. Its cache has no `select`."""
 
+    reads_hidden = False
+
     def __init__(self, rows):
         self.prefix_len, self.padding_mask = 1, torch.ones(rows, 1, dtype=torch.bool)
 
@@ -210,9 +212,17 @@ def test_draft_models_that_do_not_fit_are_refused(tiny):  # noqa: F811
     condition, padding_mask = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS[:4])))
     small = SmallDraftModel(tiny.gpt, *cfg_inputs(tiny.gpt, condition, padding_mask))
     for draft_model, message in (
-            (None, "must read tokens alone, as a SmallDraftModel does, for jacobi:refresh=1, got NoneType"),
-            (eagle(tiny, padding_mask), "must read tokens alone, .*, got EagleDraftModel"),
+            (None, "must be one whose reads_hidden is False, as a SmallDraftModel, for jacobi:refresh=1, got None"),
+            (eagle(tiny, padding_mask), "must be one whose reads_hidden is False, .*, got EagleDraftModel"),
             (Wrong(small, grid=5), "grid must be the target's, 4, got 5"),
             (small.select([0, 1]), r"padding_mask must be bool \(R=8, prefix_len=3\)")):
         with pytest.raises(ValueError, match=f"draft_model.?{message}"):
             jacobi_decode(tiny.gpt, condition, padding_mask, sampling, m, draft_model=draft_model)
+
+
+def test_without_guesses_the_small_model_reads_nothing(tiny, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("specvis.decoding.jacobi.auto_window", lambda *_: 0)
+    monkeypatch.setattr("specvis.decoding.refresh.Refresh.read", lambda *_: pytest.fail("it read"))
+    m = method("jacobi", refresh=2)
+    decoded = tiny.tokens(PROMPTS[:2], m, tiny.sampling(seeds=[0, 1]), finished=lambda *_: None)
+    assert (decoded.target_forwards == tiny.num_tokens).all()

@@ -62,6 +62,8 @@ class SmallDraftModel:
     Any `TargetModel` with the target's grid and vocabulary will do.
     """
 
+    reads_hidden = False
+
     def __init__(self, model: TargetModel, condition: Tensor, padding_mask: Tensor):
         """What `cfg_inputs` gives for this model: condition (R, S, dim), padding_mask (R, S) bool."""
         self.model, self.condition, self.padding_mask = model, condition, padding_mask

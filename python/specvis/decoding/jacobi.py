@@ -29,7 +29,6 @@ from .baseline import decode
 from .batch_state import BatchState
 from .coupling import Coupled, Coupling
 from .decoded import Decoded, Finished, Observer, Progress, Step
-from .draft_model import EagleDraftModel
 from .driver import (
     Captured,
     GraphKey,
@@ -81,9 +80,9 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
     check_causal(target)
     if not base.drafts.refresh:
         draft_model = None
-    elif draft_model is None or isinstance(draft_model, EagleDraftModel):
-        raise ValueError(f"draft_model must read tokens alone, as a SmallDraftModel does, for {base.label}, "
-                         f"got {type(draft_model).__name__}")
+    elif draft_model is None or getattr(draft_model, "reads_hidden", True):
+        raise ValueError("draft_model must be one whose reads_hidden is False, as a SmallDraftModel, for "
+                         f"{base.label}, got {draft_model and type(draft_model).__name__}")
     else:
         check_draft_model(target, draft_model, condition)
     batch = check_batch(batch, methods, observe, target, draft_model)
@@ -100,7 +99,7 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
         if base.drafting == "jacobi" and not base.seed_exact:
             coupling = Coupling(these.methods, these.sampling, neighbors, target, any_greedy)
         settings = JacobiSettings(target, these, auto)
-        if draft_model:
+        if draft_model and settings.max_window:
             own_draft_model = draft_model if len(numbers) == total else draft_model.select(numbers)
             refresh = Refresh(own_draft_model, base.drafts.refresh, settings.num_tokens, settings.max_window)
         state = JacobiState(settings, these.num_known, coupling, refresh)
@@ -164,7 +163,8 @@ class JacobiState(RunningBatch):
         self.status = torch.zeros(B, width, dtype=torch.int32, device=device)  # of the rows that they were drawn from
         self.log_probs = new_log_probs(settings.sampling, width)
         self.counts = self.num_known.clone()  # (B,) tokens that are final; L: the image is finished, or it failed
-        self.coupling, self.refresh = coupling, refresh  # None: seed-exact; nobody redraws guesses
+        self.coupling = coupling  # None: seed-exact
+        self.refresh = refresh    # None: guesses are the target's own
         self.is_step = torch.zeros(B, L + 1, dtype=torch.bool, device=device)  # where steps began; scratch as above
 
     @property

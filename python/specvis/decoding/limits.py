@@ -9,6 +9,7 @@ MAX_NODES = 1024           # of a tree [64], the root counted: a forward reads a
 MAX_DEPTH = 128            # levels of a tree [9]: the draft model is run once a level
 MAX_CHILDREN = 128         # children of a node [39]: a level has as many nodes, and the square of it in candidates
 MAX_GUESSES = MAX_NODES - 1  # guesses of Jacobi decoding [64], or drafts of a step of continuous tokens [32]
+MAX_REFRESHES = 8          # of the guesses between two forwards of the target: each is a forward of the small model
 MAX_NEIGHBORS = 2**19 - 1  # columns of a table [1000]: the ops take codebooks of at most 2**19
 MAX_TOKENS = 2**16         # of an image [1024]
 MAX_STEPS = 100_000        # of denoising [1000]

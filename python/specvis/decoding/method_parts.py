@@ -13,6 +13,7 @@ from .limits import (
     MAX_GUESSES,
     MAX_NEIGHBORS,
     MAX_NODES,
+    MAX_REFRESHES,
     count_within,
     is_count,
     is_number,
@@ -24,7 +25,6 @@ FINITE = "at least 0 and finite in 32 bits"
 CUTOFFS, RESIDUALS = ("tvd", "ratio", "jsd"), ("optimal", "relaxed", "released")
 METRICS = ("l2", "raw", "cosine", "random", "rank")
 GUESSES, COUPLINGS = ("above", "last"), ("maximal", "none")
-MAX_REFRESHES = 8
 MAX_WINDOW, USUAL_WINDOW = 32, 16  # of "auto": the most it chooses; its value where the tokens depend on the window
 DRAFT_MODELS = {"eagle": "the EAGLE head on the target's hidden states",
                 "small": "a smaller model of the target's family"}

@@ -8,7 +8,8 @@ newest draws. Then the guess is the draw, by the position's own noise, from
     l + TRUST (r - q)
 
 and at a position that the target has not read, from r. The small model reads the new guesses again, and so on: a
-correction travels as far as the small model carries it. A seed-exact method may take any guess.
+correction travels as far as the small model carries it. A seed-exact method may take any guess, so the tokens stay
+plain decoding's.
 """
 import torch
 from torch import Tensor
@@ -23,15 +24,21 @@ TRUST = 0.6  # `python -m benchmarks.refresh` compares it with others
 
 
 class Refresh(BatchState):
-    """The small model's state for B requests."""
+    """The small model's state for B requests. A refresh: it reads the newest guesses, and they are drawn anew."""
 
     PAIRS, CACHES = ("logits", "padding_mask"), ("cache",)
 
     def __init__(self, draft_model: DraftModel, num_refreshes: int, num_tokens: int, max_window: int):
-        """num_refreshes: forwards of the small model between two of the target; num_tokens: L, of an image"""
+        """
+        Args:
+            draft_model:   the small model, which reads tokens alone
+            num_refreshes: between two forwards of the target
+            num_tokens:    L, of an image
+            max_window:    W, the most guesses that a forward of the target reads
+        """
         self.draft_model, self.num_refreshes = draft_model, num_refreshes
         self.padding_mask, device = draft_model.padding_mask.clone(), draft_model.padding_mask.device
-        N = 2 * max_window + 2  # what a forward of the target has read, and what the next one may read
+        N = 2 * max_window + 2  # the most that one read takes: what the target has read, and what it may read next
         self.num_columns = draft_model.prefix_len + num_tokens + N
         self.cache = draft_model.new_cache(self.num_columns)
         self.index = torch.arange(N, device=device)
@@ -48,7 +55,8 @@ class Refresh(BatchState):
         for first in range(0, num_known_columns, len(self.index)):
             tokens = state.tokens[:, first:min(first + len(self.index), num_known_columns)]
             self.read(tokens, torch.full_like(state.counts, first), num_known_columns)
-        self.redraw(state, state.counts, torch.full_like(state.counts, -1), state.settings.windows, self.num_columns)
+        self.redraw(state, state.counts, torch.full_like(state.counts, -1), state.settings.windows,
+                    state.settings.num_tokens)
 
     def read(self, tokens: Tensor, positions: Tensor, columns: int) -> Tensor:
         """Read tokens (B, N) from positions (B,) of the image on, of caches with at most that many columns of tokens.
@@ -62,39 +70,61 @@ class Refresh(BatchState):
 
     def redraw(self, state, counts: Tensor, num_accepted: Tensor, windows: Tensor, columns: int,
                target_logits: Tensor | None = None) -> None:
-        """Draw the guesses of the next forward.
+        """Refresh the guesses of the next forward.
 
         Args:
             counts:        (B,) int64    how many tokens each image had before the target's forward
             num_accepted:  (B,) int64    how many of its guesses were right; -1: there was no forward
             windows:       (B,) int64    how many guesses it read
-            columns:       no image that went on had more tokens before it
+            columns:       no image that went on had more tokens before the forward
             target_logits: (R, N, V)     at its nodes; None: there was no forward
         """
         settings = state.settings
         N = 1 + settings.max_window if target_logits is None else target_logits.shape[1]
         nodes = num_accepted[:, None] + 1 + self.index[:N]  # of the forward, if it read them: these come next
-        positions, read = counts[:, None] + nodes, (counts - 1)[:, None] + self.index[:2 * N]
+        positions, was_read = counts[:, None] + nodes, nodes <= windows[:, None]
         ids, own = id_range(settings.target, positions), settings.own(positions, state.tokens.shape[1] - 1)
-        if target_logits is not None:
-            was_read = (nodes <= windows[:, None]).repeat(self.num_rows // len(counts), 1).view(-1, 1)
-            before = [take_nodes(x, nodes.clamp(max=N - 1)).flatten(0, 1) for x in (target_logits, self.logits[:, :N])]
-        for _ in range(self.num_refreshes):
-            hidden = self.read(state.tokens.gather(1, read), read[:, 0], columns + 2 * N)
-            logits = rows = self.draft_model.logits(take_nodes(hidden, nodes))
-            if target_logits is not None:
-                rows = in_parts(changed, rows.shape[2], *before, rows.flatten(0, 1), was_read).view_as(rows)
-            drawn = settings.sampling.draw_from(rows, positions, ids, log_probs=False)
-            state.tokens.scatter_(1, own, drawn.tokens)
+        before = None if target_logits is None else self.before(target_logits, nodes, was_read)
+        for number in range(self.num_refreshes):
+            if number == 0:  # the tokens that are new, too
+                read = (counts - 1)[:, None] + self.index[:2 * N]
+                hidden = take_nodes(self.read(state.tokens.gather(1, read), counts - 1, columns + 2 * N), nodes)
+            else:
+                hidden = self.read(state.tokens.gather(1, positions - 1), counts + num_accepted, columns + 2 * N)
+            logits = self.draft_model.logits(hidden)
+            state.tokens.scatter_(1, own, self.guesses(state, positions, ids, logits, before))
         if self.logits is None:
             self.logits = logits.clone()
         copy(self.logits[:, :N], logits)
 
+    def before(self, target_logits: Tensor, nodes: Tensor, was_read: Tensor) -> tuple[Tensor, Tensor]:
+        """What guesses keep of the forward before them: l - TRUST q, or 0 where it did not read them, (R * N, V)
+        float32; and by what r is multiplied, (R * N, 1).
 
-def changed(target: Tensor, before: Tensor, now: Tensor, was_read: Tensor) -> Tensor:
-    """The target's logits (K, V) and how the small model's have changed; where the target has none, the small model's.
+        nodes (B, N) int64, was_read (B, N) bool: the forward's nodes at the positions of the guesses
+        """
+        (R, N, V), B = target_logits.shape, len(nodes)
+        first = torch.arange(0, R * N, N, device=nodes.device)[:, None]  # of the nodes of each row
+        index = (first + nodes.clamp(max=N - 1).repeat(R // B, 1)).view(-1)
+        was_read = was_read.repeat(R // B, 1).view(-1, 1)
+        target, own = target_logits.flatten(0, 1), self.logits[:, :N].flatten(0, 1)
 
-    was_read: (K, 1) bool  whether the target has any
-    """
-    rows = torch.where(was_read, target.add(now - before, alpha=TRUST), now)
-    return rows.nan_to_num_(-torch.inf, torch.inf, -torch.inf)  # NaN of ids that both models forbid by -inf
+        def kept(index, was_read):
+            rows = target[index].float().sub(own[index], alpha=TRUST)
+            # NaN or inf of ids that the small model forbids by -inf
+            return rows.nan_to_num_(-torch.inf, -torch.inf, -torch.inf).masked_fill_(~was_read, 0.0)
+
+        return in_parts(kept, V, index, was_read), torch.where(was_read, TRUST, 1.0)
+
+    def guesses(self, state, positions: Tensor, ids: Tensor | None, logits: Tensor,
+                before: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Guesses (B, N) at the positions (B, N), where ids (B, N, 2) are allowed.
+
+        logits: (R, N, V) the small model's now
+        before: of the method of that name; None: there was no forward
+        """
+        if before:
+            kept, weight = before
+            rows = logits.float().flatten(0, 1)
+            logits = in_parts(torch.addcmul, rows.shape[1], kept, rows, weight).view(logits.shape)
+        return state.settings.sampling.draw_from(logits, positions, ids, log_probs=False).tokens

@@ -184,7 +184,8 @@ class DraftModel(Protocol):
     have `select(requests)`, which gives a draft model for some of the B requests alone. That is needed where requests
     wait for a place in a batch; then its cache has `insert`, as `ModelCache` says. And it may have `can_replay`, as
     `TargetModel` says: steps are captured if both say so. If it has a `grid` and a `vocab_size`, they are compared with
-    the target's.
+    the target's. If its `reads_hidden` is False, it reads tokens alone: then it can refresh the guesses of Jacobi
+    decoding, where it gets None in place of hidden states.
     """
 
     prefix_len: int        # how many entries its cache has before the first token's

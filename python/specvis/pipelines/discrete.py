@@ -196,8 +196,8 @@ class Pipeline(nn.Module):
     def check(self, method: Method) -> None:
         """Raise ValueError if this model cannot decode by the method; make ready what the method needs."""
         if method.parameters.get("refresh") and "small" in self.missing_draft_models:
-            raise ValueError(f"refresh must be 0, got {method.label}: this model has no {DRAFT_MODEL_FILES['small']}, "
-                             "the draft model that redraws guesses")
+            raise ValueError(f"refresh must be 0, got {method.drafts.refresh}: this model has no "
+                             f"{DRAFT_MODEL_FILES['small']}, the draft model that refreshes guesses")
         if method.parameters.get("draft_model") in self.missing_draft_models:
             others = [f"{method.name}:draft_model={name}" for name in DRAFT_MODEL_FILES
                       if name not in self.missing_draft_models]
