@@ -21,6 +21,7 @@ from .sampling import take_nodes
 from .trees import chain_ancestors
 
 TRUST = 0.6  # `python -m benchmarks.refresh` compares it with others
+LEAST = torch.finfo(torch.float32).min
 
 
 class Refresh(BatchState):
@@ -110,11 +111,10 @@ class Refresh(BatchState):
         target, own = target_logits.flatten(0, 1), self.logits[:, :N].flatten(0, 1)
 
         def kept(index, was_read):
-            rows = target[index].float().sub(own[index], alpha=TRUST)
-            # NaN or inf of ids that the small model forbids by -inf
-            return rows.nan_to_num_(-torch.inf, -torch.inf, -torch.inf).masked_fill_(~was_read, 0.0)
+            rows = target.index_select(0, index).float().sub(own.index_select(0, index), alpha=TRUST)
+            return rows.nan_to_num_(LEAST, LEAST, LEAST).mul_(was_read)  # of ids that a model forbids by -inf
 
-        return in_parts(kept, V, index, was_read), torch.where(was_read, TRUST, 1.0)
+        return in_parts(kept, V, index, was_read.float()), torch.where(was_read, TRUST, 1.0)
 
     def guesses(self, state, positions: Tensor, ids: Tensor | None, logits: Tensor,
                 before: tuple[Tensor, Tensor] | None) -> Tensor:
