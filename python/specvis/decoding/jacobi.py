@@ -6,7 +6,7 @@ draw after it: it followed the right tokens. The other draws are better guesses.
 yet is guessed from the row of the position above it, with its own noise. (Speculative Jacobi decoding,
 arXiv:2410.01699; with the same noise in every forward, arXiv:2510.24211.)
 
-A small model may redraw the guesses between two forwards, see `refresh`.
+A small model may refresh the guesses between two forwards, see `refresh`.
 
 A position's noise never changes. So the tokens are the tokens that `decode` draws with the same seed, whatever the
 window. (By rejection, see `coupling`, the tokens are others.)

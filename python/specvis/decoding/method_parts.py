@@ -65,14 +65,14 @@ class NoDrafts(MethodPart):
 @dataclass(frozen=True)
 class JacobiDrafts(MethodPart):
     """The target itself guesses the next tokens, and improves its guesses from forward to forward. A small model may
-    redraw them in between."""
+    refresh them in between."""
 
     drafting = "jacobi"
 
     window: int | str = setting(f"guesses that a forward reads, at most {MAX_GUESSES}, or auto: as many as are fastest "
                                 f"here, by a short timing at first; {USUAL_WINDOW} where seed_exact is false")
     guess: str = setting("where a new position's first guess is drawn from: the row above it, or the last row", "above")
-    refresh: int = setting("how often a small draft model redraws the guesses between two target forwards, at most "
+    refresh: int = setting("how often a small draft model refreshes the guesses between two target forwards, at most "
                            f"{MAX_REFRESHES}; 0: there is no draft model", 0)
 
     def __post_init__(self):

@@ -1,4 +1,4 @@
-"""Between two forwards of the target, a small model redraws the guesses of Jacobi decoding (`jacobi:refresh=2`).
+"""Between two forwards of the target, a small model refreshes the guesses of Jacobi decoding (`jacobi:refresh=2`).
 
 A forward of the target draws all positions of a window at once, each after guesses. So it corrects a token, and what it
 draws after that does not know of the correction. A small model says what the correction changes. Let l be the target's
