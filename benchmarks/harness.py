@@ -103,9 +103,14 @@ def text_of(content: dict | list, depth: int = 2) -> str:
     return f"{text[0]}\n {lines}\n{text[-1]}"
 
 
+def results(file: str, what: str, machine: dict) -> Path:
+    """The file of a benchmark's records, by default benchmarks/results/<machine>-<what>.json."""
+    return Path(file or ROOT / "benchmarks" / "results" / file_name(machine).replace(".json", f"-{what}.json"))
+
+
 def write(file: str, what: str, machine: dict, content: dict) -> None:
-    """Write a benchmark's records, by default to benchmarks/results/<machine>-<what>.json."""
-    path = Path(file or ROOT / "benchmarks" / "results" / file_name(machine).replace(".json", f"-{what}.json"))
+    """Write a benchmark's records to the file that `results` names."""
+    path = results(file, what, machine)
     path.parent.mkdir(parents=True, exist_ok=True)
     command = " ".join([f"python -m benchmarks.{what}", *sys.argv[1:]])
     path.write_text(text_of({"machine": machine, "command": command} | content) + "\n")

@@ -261,7 +261,8 @@ def tables(records: list[dict], num_tokens: int) -> str:
                 + (" " + in_words(cell, base[window]) if row.refreshes else "")
                 for cell, window in zip(cells, windows)) + " |")
     num_pictures = len(base[windows[0]])
-    kept = [(row, window) for window in windows if window in (16, 32) for row in SHIPPED if row.refreshes in (2, 3)]
+    kept = [(row, window) for window in windows if window in (16, 32) or len(windows) < 3
+            for row in SHIPPED if row.refreshes in (2, 3)]
     lines += ["", "| window, refreshes | " + " | ".join(f"{window}, {row.refreshes}" for row, window in kept) + " |",
               "|---|" + "---|" * len(kept)]
     for what, of_sums in (("all pictures", False), ("all pictures, of the sums of forwards", True)):
@@ -309,7 +310,8 @@ def main():
     parser.add_argument("--pictures", type=int, default=64, metavar="N", help="a multiple of 16; default 64")
     parser.add_argument("--shipped", action="store_true", help="the shipped rule alone")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
-    parser.add_argument("--json", metavar="FILE", help="write the records, and take those that it has")
+    parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="write the records, and take those that it "
+                        "has; default FILE: benchmarks/results/<machine>-refresh.json")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw tokens per forward by window")
     options = parser.parse_args()
     if options.pictures < 1 or options.pictures % len(SETTINGS):
@@ -317,13 +319,15 @@ def main():
     if min(options.windows) < 1:
         parser.error(f"--windows must be at least 1, got {min(options.windows)}")
     harness.check_built(options.device)
-    pipeline, file = Pipeline.load(device=options.device), Path(options.json or "")
-    records = json.loads(file.read_text())["rows"] if file.is_file() else []
+    pipeline, machine, records = Pipeline.load(device=options.device), harness.machine(), []
+    file = harness.results(options.json or "", "refresh", machine)
+    if options.json is not None and file.is_file():
+        records = json.loads(file.read_text())["rows"]
     if any(len(record["forwards"]) != options.pictures for record in records):
         parser.error(f"--pictures must be as in {file}, or name another file")
     num_tokens, step = pipeline.num_tokens, AT_ONCE.get(options.device, 16)
     parts = [list(range(i, min(i + step, options.pictures))) for i in range(0, options.pictures, step)]
-    plain, machine = None, harness.machine()
+    plain = None
     for window, row in product(options.windows, SHIPPED if options.shipped else ROWS):
         known = {"rule": row.name, "model": row.model, "refreshes": row.refreshes, "window": window}
         if any(known.items() <= record.items() for record in records):
@@ -335,9 +339,9 @@ def main():
         record = known | {"git": machine["git"], "differing": int((tokens != plain).any(1).sum()), "forwards": taken}
         records.append(record)
         tau = num_tokens * (1 / np.array(taken)).mean()
-        print(f"window {window}, {row.name}, {row.model}, {row.refreshes} refreshes: {tau:.2f} tokens a forward, "
+        print(f"window {window}, {row.name}, {row.model}, refreshes: {row.refreshes}, {tau:.2f} tokens a forward, "
               f"{record['differing']} pictures differ", file=sys.stderr, flush=True)
-        if options.json:
+        if options.json is not None:
             harness.write(options.json, "refresh", machine, {"rows": records})
     print(tables(records, num_tokens))
     if options.plot:

@@ -85,10 +85,10 @@ condition, padding_mask = torch.randn(3, 2, 16), torch.ones(3, 2, dtype=torch.bo
 sampling = Sampling.of([0, 1, 2], guidance=1.5, temperature=options.temperature)
 method = parse_method(options.method)
 baseline = decode(target, condition, padding_mask, sampling)
+draft_model = SmallDraftModel(model, *cfg_inputs(model, condition, padding_mask))
 if method.drafting in ("jacobi", "none"):
-    decoded = jacobi_decode(target, condition, padding_mask, sampling, [method] * 3)
+    decoded = jacobi_decode(target, condition, padding_mask, sampling, [method] * 3, draft_model=draft_model)
 else:
-    draft_model = SmallDraftModel(model, *cfg_inputs(model, condition, padding_mask))
     decoded = speculative_decode(target, draft_model, condition, padding_mask, sampling, [method] * 3)
 print(f"{method.label}: {decoded.tau.mean():.2f} tokens per target forward; "
       f"{(decoded.tokens == baseline.tokens).float().mean():.0%} of the tokens are the baseline's")

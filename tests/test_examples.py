@@ -61,7 +61,8 @@ def test_own_loop(run, window):
 
 
 @pytest.mark.parametrize("method", ["eagle2:draft_model=small:depth=3:width=4:nodes=12",
-                                    "speculative:draft_model=small:seed_exact=true", "jacobi:window=8", "vanilla"])
+                                    "speculative:draft_model=small:seed_exact=true", "jacobi:window=8",
+                                    "jacobi:window=8:refresh=2", "vanilla"])
 def test_own_model(run, method):
     names, printed = run("own_model", "--method", method)
     assert isinstance(names["target"], TargetModel)

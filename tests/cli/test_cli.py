@@ -77,7 +77,7 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
     (["--prompt", "red heart", "--method", "mar:num_iter=17"], "num_iter must be within 1..16"),
     (["--prompt", "red heart", "--method", "eagle1:tree=nowhere.json"], "tree nowhere.json is not a file"),
     (["--prompt", "red heart", "--method", "eagle1:draft_model=small"], "this model has no small.safetensors"),
-    (["--prompt", "red heart", "--method", "jacobi:refresh=1"], "refresh must be 0, got jacobi:refresh=1: this model"),
+    (["--prompt", "red heart", "--method", "jacobi:refresh=1"], "refresh must be 0, got 1: this model"),
     (["--prompt", "red heart", "--animate", "x.gif", "--method", "mar"], "method must be one of discrete tokens other"),
     (["--prompt", "red heart", "--animate", "x.gif", "--method", "vanilla"], "method must be one of discrete tokens"),
     (["--prompt", "red heart", "--animate", "x.gif", "--out", "x.png"], "out must not be given with --animate"),

@@ -56,7 +56,8 @@ def checked_requests(target: TargetModel, condition: Tensor, padding_mask: Tenso
         if m.drafting not in drafting:
             raise ValueError(f"methods must be {which}, got {m.name}")
         if m.family != methods[0].family:
-            raise ValueError(f"methods must be of one family (Method.family), got {methods[0].name} and {m.name}")
+            raise ValueError(f"methods must be of one family (Method.family), got {methods[0].label} and "
+                             f"{m.label}")
     num_known = check_known_tokens(known_tokens, len(condition), target)
     return Requests(*cfg_inputs(target, condition, padding_mask), sampling, methods, known_tokens, num_known)
 
