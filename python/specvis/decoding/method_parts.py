@@ -73,7 +73,7 @@ class JacobiDrafts(MethodPart):
                                 f"here, by a short timing at first; {USUAL_WINDOW} where seed_exact is false")
     guess: str = setting("where a new position's first guess is drawn from: the row above it, or the last row", "above")
     refresh: int = setting("how often a small draft model refreshes the guesses between two target forwards, at most "
-                           f"{MAX_REFRESHES}; 0: there is no draft model", 0)
+                           f"{MAX_REFRESHES}, if the window is not 0 (auto may choose that); 0: no draft model", 0)
 
     def __post_init__(self):
         self.need("window", self.window == "auto" or is_count(self.window, 1, MAX_GUESSES),
