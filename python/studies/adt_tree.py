@@ -29,7 +29,7 @@ def table_1_jobs(scope: DiscreteScope) -> Iterator[PictureRun | Latency]:
 def table_1(report: DiscreteReport, section: Section) -> None:
     study = report.study
     section.text("The paper, Anole:")
-    section.table(papers.ADT_TABLE_1, "-paper")
+    section.table(papers.table("adt-table-1"), "-paper")
     section.text("Here; depth is drafted levels (EAGLE-2 drafts 5 there, 4 in our recipe). In the paper ADT-Tree gains "
                  "by cheaper trees and not by tau; here its trees are larger than EAGLE-2's.")
     rows, tau, depth = [], {}, {}

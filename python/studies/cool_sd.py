@@ -18,7 +18,7 @@ COMPARED = ("eagle1", "lantern++", "cool-sd", "cool-sd:omega=2")
       lambda scope: [scope.baseline(), *map(PictureRun.of, COMPARED), *map(Latency.of, COMPARED)])
 def table_1(report: DiscreteReport, section: Section) -> None:
     section.text("The paper (from a note on it):")
-    section.table(papers.COOL_TABLE_1, "-paper")
+    section.table(papers.table("cool-table-1"), "-paper")
     section.text("Here, temperature 1. CLIP score and ImageReward need weights that no package brings.")
     runs = [PictureRun.of(text) for text in COMPARED]
     section.table([report.row(run) for run in runs])

@@ -61,7 +61,7 @@ def table_3(report: DiscreteReport, section: Section) -> None:
     strongest, jobs = report.scope.strongest, list(table_3_jobs(report.scope))
     runs = [job for job in jobs if isinstance(job, PictureRun) and job.method.drafting != "none"]
     section.text("The paper, LlamaGen-XL (its abstract gives the ratios 1.75 and 1.82, a note on it these numbers):")
-    section.table(papers.LANTERN_TABLE_3, "-paper")
+    section.table(papers.table("lantern-table-3"), "-paper")
     section.text(f"Here, {report.study.num_images} pictures in batches:")
     section.table([report.row(run) for run in runs])
     report.noise(section, [run for run in runs if run.temperature])
