@@ -155,7 +155,6 @@ class ContinuousReport(Report):
             f"denoising steps. {scope.images} pictures a run, {scope.few} where each draft is verified given those "
             f"before it, {scope.baseline.count} of the baseline, which is `mar`: a token a target forward; guidance "
             f"{scope.guidance:g} where nothing else is said.", "",
-            "The paper's models have 0.2 to 0.9 billion parameters on GPUs at batch 128 and 256, ours are small and on "
-            "what is named above: what can agree is a trend. Of the paper's numbers only the speedups of its Table 1 "
-            "were at hand, with its range of alpha and its c; a cell that could not be read is not filled in.", "",
+            "The paper's models have 0.2 to 0.9 billion parameters on GPUs at batch 1 to 256, ours are small and on "
+            "what is named above: what can agree is a trend. Its tables are in python/studies/papers.", "",
             *self.links()])

@@ -201,6 +201,6 @@ class DiscreteReport(Report):
             "aesthetic predictor need weights that no package brings: not measured (`--score` takes them). "
             "Medusa is out of scope.", "",
             "The papers' models have 0.8 to 7 billion parameters on A100 GPUs, ours has millions on what is named "
-            "above: what can agree is a trend. Of the papers only abstracts, released repositories and notes by others "
-            "were at hand; their numbers are here where they could be read, and nowhere else.", "",
+            "above: what can agree is a trend. Their tables are in python/studies/papers; a cell that could not "
+            "be read is empty.", "",
             *self.links()])
