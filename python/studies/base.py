@@ -1,5 +1,6 @@
 """What the reports on discrete and on continuous tokens share: items, pages, and the features of pictures."""
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from pathlib import Path
 import click
 import numpy as np
 from PIL import Image
+from scipy.stats import t
 from torch import Tensor
 from tqdm import tqdm
 
@@ -23,7 +25,7 @@ from .quality import Features, network
 class Scope:
     """How much is run: numbers of pictures, and the values of the sweeps."""
 
-    images: int  # each run has this many
+    images: int  # each run has this many, and more where they decide a claim
 
 
 @dataclass
@@ -35,6 +37,7 @@ class Report(ABC):
     out: Path
     sections: list[Section] = field(default_factory=list)
     results: dict = field(default_factory=dict)  # what several items ask for
+    at_work: str = ""                            # the item that is being written
 
     def once(self, name, make: Callable):
         """What `make` returns, which is called the first time only."""
@@ -102,6 +105,7 @@ def write_report(report: Report, items: list[Item], *, command: str, whole: bool
     with tqdm(items, desc="writing", disable=None) as bar:
         for item in bar:
             bar.set_postfix_str(item.name)
+            report.at_work = item.name
             section = Section(item.name, item.title, out, f"{command} --only {item.name} | {origin}")
             item.write(report, section)
             write_whole(out / f"{item.name}.md", section.markdown())
@@ -175,11 +179,53 @@ def decided(value: float, half: float) -> bool | None:
     return None if abs(value) <= half else value > 0
 
 
-def alike(value: float, half: float, margin: float) -> bool | None:
-    """Say whether a difference is within a margin; None: its interval is partly within and partly outside.
+@dataclass(frozen=True)
+class Finding:
+    """What pictures tell of a number: is it above 0? With a margin: is it less than that from 0?"""
 
-    value: the difference; half: half the width of its interval
+    value: float
+    half: float         # of the interval, which in 19 of 20 studies holds the number, however often was looked
+    pictures: int
+    holds: bool | None  # None: the interval has both
+    needed: float       # roughly how many pictures would decide it
+
+    def __str__(self) -> str:
+        return f"{self.value:+.2g} +- {self.half:.2g}{self.count}"
+
+    @property
+    def count(self) -> str:
+        """The number of pictures, in words; and how many it would take where nothing is decided."""
+        if self.holds is not None:
+            return f", {self.pictures} pictures"
+        enough = f"about {float(f'{self.needed:.1e}'):,.0f}" if self.needed < 1e5 else "more than 100,000"
+        return f", {self.pictures} pictures; it would take {enough}"
+
+    @property
+    def factor(self) -> str:
+        """The ratio whose logarithm was estimated, with its interval."""
+        low, high = math.exp(self.value - self.half), math.exp(self.value + self.half)
+        return f"{math.exp(self.value):.2f} times ({low:.2f} to {high:.2f}{self.count})"
+
+
+def draw_until_decided(estimate: Callable[[int], tuple[float, float, int]], counts: list[int],
+                       margin: float = 0.0) -> Finding:
+    """Look at ever more pictures until they decide, or show that not even the largest count would.
+
+    Each look has its share of the 5 % of cases in which chance decides (Bonferroni), so that looking again does no
+    harm. To stop where too many pictures would be needed can only leave undecided.
+
+    Args:
+        estimate: from a number of pictures, which it draws, a mean over them, its standard error, and the error's
+                  degrees of freedom
+        counts:   the numbers of pictures of the looks, growing
     """
-    if abs(value) + half <= margin:
-        return True
-    return False if abs(value) - half > margin else None
+    for count in counts:
+        value, error, freedom = estimate(count)
+        half = float(t.ppf(1 - 0.05 / (2 * len(counts)), freedom)) * error
+        gap = abs(abs(value) - margin)
+        if gap > half or not half:
+            return Finding(value, half, count, abs(value) < margin if margin else value > 0, count)
+        needed = count * (half / gap) ** 2 if gap else math.inf
+        if needed > counts[-1]:
+            break
+    return Finding(value, half, count, None, needed)

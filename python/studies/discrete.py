@@ -1,29 +1,44 @@
 """What a report on discrete tokens asks: how much is run, and the rows and scores that its items share."""
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from specvis.pipelines.discrete import Pipeline
 from specvis.study.discrete import DiscreteStudy, Latency, PictureRun
 
-from .base import Report, Scope, decided, features, mean_and_half, pixels, reference_pictures
+from .base import Finding, Report, Scope, draw_until_decided, features, mean_and_half, pixels, reference_pictures
 from .page import Section
-from .quality import GROUPS, MORE_SCORES, Baseline, Score, network, quality
+from .quality import (
+    GROUPS,
+    MORE_SCORES,
+    Baseline,
+    Score,
+    kernel_contrast,
+    mean_and_error,
+    nearest_names,
+    network,
+    quality,
+)
 
 LEAST_IMAGES = 12  # with about this many the kernel distance of the strongest relaxation exceeds the noise
 
 
+TREES = "depth=5:width=10:nodes=60"  # of EAGLE-2, as LANTERN and ADT-Tree compare with it
+EAGLE2 = f"eagle2:{TREES}"
+
+
 def lantern(k: int, delta: float, **others) -> str:
-    """LANTERN with these parameters, as the command line has it."""
-    return f"lantern:k={k}:delta={delta:g}" + "".join(f":{key}={value}" for key, value in others.items())
+    """LANTERN with these parameters on its paper's trees, as the command line has it."""
+    return f"lantern:{TREES}:k={k}:delta={delta:g}" + "".join(f":{key}={value}" for key, value in others.items())
 
 
 @dataclass(frozen=True)
 class DiscreteScope(Scope):
     """How much is run of discrete tokens."""
 
+    looks: int                   # at ever twice as many pictures, for a claim
     timed: int                   # pictures of each latency
     k: tuple[int, ...]
     delta: tuple[float, ...]     # LANTERN's
@@ -31,8 +46,16 @@ class DiscreteScope(Scope):
     ratio: tuple[float, ...]     # LANTERN++'s lambda
 
     def baseline(self, temperature: float = 1.0) -> PictureRun:
-        """Pictures that others are compared with. Where temperature makes them differ: GROUPS times as many."""
-        return PictureRun.of("vanilla", temperature, count=GROUPS * self.images if temperature else self.images)
+        """Pictures that others are compared with. `jacobi` draws them: they are plain decoding's, token for token.
+
+        Greedy ones do not differ by their seed: one a prompt.
+        """
+        groups = max(GROUPS, *self.counts(1)) if temperature else 1
+        return PictureRun.of("jacobi", temperature, count=groups * self.images)
+
+    def counts(self, first: int) -> list[int]:
+        """The numbers of pictures that a claim is looked at with."""
+        return [first << look for look in range(self.looks)]
 
     @property
     def grid(self) -> list[PictureRun]:
@@ -47,16 +70,13 @@ class DiscreteScope(Scope):
     @property
     def sweeps(self) -> list[PictureRun]:
         """The methods on static trees, over how much they relax."""
-        runs = []
-        for omega in self.omega:
-            runs += [PictureRun.of(f"uniform-rsd:omega={omega:g}"), PictureRun.of(f"cool-sd:omega={omega:g}")]
-        for ratio in self.ratio:
-            runs += [PictureRun.of(f"lantern++:delta={ratio:g}{tail}") for tail in ("", ":residual=optimal")]
-        return runs
+        names = ("uniform-rsd", "cool-sd")
+        return [*(PictureRun.of(f"{name}:omega={omega:g}") for omega in self.omega for name in names),
+                *(PictureRun.of(f"lantern++:delta={ratio:g}") for ratio in self.ratio)]
 
 
-FULL = DiscreteScope(48, 4, (30, 100, 300, 1000), (0.05, 0.1, 0.2, 0.4), (1.1, 1.5, 2.0, 3.0), (0.5, 1.0, 2.0, 4.0))
-QUICK = DiscreteScope(12, 1, (100, 1000), (0.1, 0.4), (1.1, 2.0), (1.0, 4.0))
+FULL = DiscreteScope(24, 5, 4, (100, 300, 1000), (0.05, 0.1, 0.2, 0.4), (1.1, 1.5, 2.0, 3.0), (0.5, 1.0, 2.0, 4.0))
+QUICK = DiscreteScope(12, 1, 1, (100, 1000), (0.1, 0.4), (1.1, 2.0), (1.0, 4.0))
 
 
 def scope_of(quick: bool, images: int | None, timed: int | None, num_prompts: int) -> DiscreteScope:
@@ -103,7 +123,7 @@ class DiscreteReport(Report):
 
     def _quality(self, run: PictureRun) -> dict[str, Score]:
         count = run.count or self.study.num_images
-        baseline = PictureRun.of("vanilla", run.temperature, count=GROUPS * count if run.temperature else count)
+        baseline = self.scope.baseline(run.temperature)
         beside = self.once(("baseline", baseline), lambda: Baseline.of(features(self.study, baseline), count,
                                                                        self.references))
         scores = quality(features(self.study, run), beside, self.references)
@@ -128,10 +148,18 @@ class DiscreteReport(Report):
         """Added total variation per token, estimated, of all its pictures."""
         return self.study.pictures(run).tv_excess.mean().item()
 
+    def cells(self, run: PictureRun) -> dict:
+        """What a table says of a run: tau, tv_excess and every score. No seconds: those are of single pictures."""
+        return {"tau": self.study.pictures(run).tau, "nodes": run.method.max_nodes,
+                "tv_excess": self.tv_excess(run)} | self.quality(run)
+
     def row(self, run: PictureRun) -> dict:
-        """A run's row of a table: tau, tv_excess and every score. It has no seconds: those are of single pictures."""
-        return {"method": run.method.label, "T": f"{run.temperature:g}", "nodes": run.method.max_nodes,
-                "tau": self.study.pictures(run).tau, "tv_excess": self.tv_excess(run)} | self.quality(run)
+        """A run's row of a table."""
+        return {"method": run.method.label, "T": f"{run.temperature:g}"} | self.cells(run)
+
+    def speedup(self, run: PictureRun) -> float:
+        """The speed of the run's method over the baseline's, in seconds of single pictures."""
+        return self.latency_row(Latency(run.method, run.temperature))["speedup"]
 
     def latency_row(self, latency: Latency) -> dict:
         """Seconds of a picture. The speedup is the median of ratios of neighbors in time."""
@@ -142,31 +170,60 @@ class DiscreteReport(Report):
                 "min": float(timings.speedup.min()), "max": float(timings.speedup.max()),
                 "tau": float(np.mean(timings.tau)), "pictures": latency.batch * len(timings.tau)}
 
-    def contrast(self, statistic: Callable[[Callable[[PictureRun], float]], float], runs: list[PictureRun],
-                 name: str = "kernel distance") -> tuple[float, float]:
-        """A weighted sum of runs' distances to the baseline, and what chance alone adds or takes in 19 of 20 cases.
+    def with_error(self, number: str, run: PictureRun) -> tuple[float, float]:
+        """A number of a run, for a point with a bar: twice its standard error, or the noise of a distance."""
+        if number in ("tau", "tv_excess"):
+            return mean_and_half(torch.from_numpy(self.numbers(number, run)))
+        score = self.quality(run)[number]
+        return score.value, score.noise
 
-        statistic: from a function that gives each run's distance; linear in it. Every run is taken to have the noise
-        that the baseline has, of its own.
+    def contrast(self, number: str, weights: dict[str | PictureRun, float], margin: float = 0.0) -> Finding:
+        """Is a weighted sum of runs' numbers above 0, or with a margin: within it? Pictures are drawn to decide.
+
+        number: "tau", "tv_excess" or "nearest name", which are means over pictures, or "kernel distance"
         """
-        weights = [statistic(lambda other, run=run: float(other == run)) for run in runs]
-        value = statistic(lambda run: self.quality(run)[name].value)
-        return value, self.quality(runs[0])[name].noise * float(np.linalg.norm(weights))
+        runs = {PictureRun.of(run) if isinstance(run, str) else run: weight for run, weight in weights.items()}
+        temperature, = {run.temperature for run in runs}
 
-    def faster(self, a: str, b: str, temperature: float) -> tuple[bool | None, float]:
-        """Say whether a is faster than b in every picture, both beside the baseline (None: in some); and the median
-        ratio of their speeds."""
-        speedups = [self.study.seconds(Latency.of(text, temperature)).speedup for text in (a, b)]
-        ratios = speedups[0] / speedups[1]
-        return (True if ratios.min() > 1 else False if ratios.max() < 1 else None), float(np.median(ratios))
+        def estimate(count: int) -> tuple[float, float, int]:
+            these = {replace(run, count=count): weight for run, weight in runs.items()}
+            self.study.compute(list(these), f"{self.at_work}, {number} of {count} pictures: ")
+            if number == "kernel distance":
+                return kernel_contrast([(weight, features(self.study, run)) for run, weight in these.items()],
+                                       features(self.study, self.scope.baseline(temperature)))
+            values = sum(weight * self.numbers(number, run) for run, weight in these.items())
+            drawn = ~np.isnan(values)  # pictures that failed do not count
+            return mean_and_error(values[drawn], (np.arange(count) % len(self.study.prompts))[drawn])
 
-    def tau_gain(self, a: str, b: str) -> tuple[bool | None, str]:
-        """Say whether a has the larger tau at temperature 1, by differences of the same pictures; and put it in
-        words."""
-        taus = [self.study.pictures(PictureRun.of(text)).decoded.tau for text in (a, b)]
-        mean, half = mean_and_half(taus[0] - taus[1])
-        return decided(mean, half), (f"tau {taus[0].nanmean():.2f} against {taus[1].nanmean():.2f}, a difference of "
-                                     f"{mean:+.2f} +- {half:.2f}")
+        return draw_until_decided(estimate, self.counts(self.scope.images, temperature), margin)
+
+    def numbers(self, number: str, run: PictureRun) -> np.ndarray:
+        """(n,) a number of each picture of a run."""
+        if number == "nearest name":
+            return nearest_names(features(self.study, run), self.references)
+        pictures = self.study.pictures(run)
+        return {"tau": pictures.decoded.tau, "tv_excess": pictures.tv_excess}[number].double().numpy()
+
+    def counts(self, first: int, temperature: float) -> list[int]:
+        """The numbers of pictures that a claim is looked at with; greedy ones do not differ by their seed."""
+        return self.scope.counts(first) if temperature else [first]
+
+    def faster(self, a: str, b: str, temperature: float = 1.0) -> Finding:
+        """Is a faster than b in seconds of single pictures, each beside the baseline's? Its `factor` is the ratio."""
+        def estimate(count: int) -> tuple[float, float, int]:
+            jobs = [replace(Latency.of(text, temperature), count=count) for text in (a, b)]
+            self.study.compute(jobs, f"{self.at_work}, seconds of {count} pictures: ")
+            ratios = np.log(self.study.seconds(jobs[0]).speedup / self.study.seconds(jobs[1]).speedup)
+            return mean_and_error(ratios, np.zeros(count))
+
+        return draw_until_decided(estimate, self.counts(max(2, self.scope.timed), temperature))
+
+    def gain(self, a: str, b: str, temperature: float = 1.0, margin: float = 0.0) -> tuple[bool | None, str]:
+        """Say whether a's tau is larger than b's (with a margin: as large), and put it in words."""
+        runs = [PictureRun.of(text, temperature) for text in (a, b)]
+        finding = self.contrast("tau", dict(zip(runs, (1.0, -1.0))), margin)
+        tau = [self.study.pictures(replace(run, count=finding.pictures)).tau for run in runs]
+        return finding.holds, f"tau {tau[0]:.2f} against {tau[1]:.2f}, {tau[0] / tau[1]:.2f} times: {finding}"
 
     def noise(self, section: Section, runs: list[PictureRun]) -> None:
         """Write below a table of these runs what their scores can tell."""
@@ -190,7 +247,7 @@ class DiscreteReport(Report):
             f"`{command}`", "",
             f"Runs: {origin}.", "",
             f"Model: {config.layers} layers of width {config.dim}, {config.vocabulary} codes, {config.tokens} tokens a "
-            f"picture. {scope.images} pictures a method, {GROUPS * scope.images} of the baseline, of "
+            f"picture. {scope.images} pictures a method, {scope.baseline().count} of the baseline, of "
             f"{len(self.study.prompts)} prompts; guidance {settings['guidance']:g}, top-k {settings['top_k']}, "
             f"top-p {settings['top_p']:g}. Seconds are of single pictures, {scope.timed} a method, everything "
             "else of pictures decoded in batches.", "",

@@ -7,7 +7,7 @@ import numpy as np
 from specvis.decoding.methods import METHODS, Method
 from specvis.study.discrete import Latency, PictureRun
 
-from .base import Item, item
+from .base import Finding, Item, item
 from .discrete import DiscreteReport, DiscreteScope
 from .page import Section, axes
 
@@ -55,25 +55,26 @@ def plot_curves(report: DiscreteReport, runs: list[PictureRun]):
     return figure
 
 
-def curve_gap(report: DiscreteReport, a: list[PictureRun], b: list[PictureRun]
-              ) -> tuple[float, float, tuple[float, float] | None]:
-    """How far the curve of kernel distance over tau of runs a lies above that of b, where both are.
+def curve_gap(report: DiscreteReport, number: str, a: list[PictureRun], b: list[PictureRun]
+              ) -> tuple[Finding | None, tuple[float, float]]:
+    """How far the curve of a number over tau of runs a lies above that of b, on average where both are.
 
     Returns:
-        the gap, its half-width, and from which to which tau both curves are; None: nowhere
+        the gap, and from which to which tau both curves are; None: nowhere
     """
     tau = {run: report.study.pictures(run).tau for run in a + b}
     low = max(min(tau[run] for run in runs) for runs in (a, b))
     high = min(max(tau[run] for run in runs) for runs in (a, b))
     if low >= high:
-        return float("nan"), float("nan"), None
+        return None, (low, high)
     x = np.linspace(low, high, 50)
-
-    def gap(distance):
-        lines = [np.array(sorted((tau[run], distance(run)) for run in runs)).T for runs in (a, b)]
-        return float((np.interp(x, *lines[0]) - np.interp(x, *lines[1])).mean())
-
-    return *report.contrast(gap, a + b), (low, high)
+    weights = {}  # the mean of a linear interpolation is a weighted sum of its points
+    for runs, sign in ((a, 1.0), (b, -1.0)):
+        order = sorted(runs, key=tau.get)
+        for run in order:
+            weights[run] = sign * np.interp(x, [tau[other] for other in order],
+                                            [float(other == run) for other in order]).mean()
+    return report.contrast(number, weights), (low, high)
 
 
 def all_methods(scope: DiscreteScope) -> Iterator[PictureRun]:

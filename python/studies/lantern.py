@@ -8,117 +8,140 @@ from torch import Tensor
 from specvis.study.discrete import Latency, PictureRun
 
 from . import papers
-from .base import Item, alike, decided, item, pixels
-from .discrete import DiscreteReport, DiscreteScope, lantern
-from .general import curve_gap
+from .base import Item, item, pixels
+from .discrete import EAGLE2, TREES, DiscreteReport, DiscreteScope, lantern
 from .page import Section, axes, heatmap, show
 from .quality import network
 
 ITEMS: dict[str, Item] = {}
 
 
-def grows(values: np.ndarray, axis: int, slack: float) -> bool:
-    return bool((np.diff(values, axis=axis) >= -slack).all())
+def run_of(row: dict[str, str], temperature: float = 1.0) -> PictureRun:
+    """Our run of a row of the paper's tables."""
+    text = {"plain": "vanilla", "EAGLE-2": EAGLE2, "LANTERN": ""}[row.get("method", "LANTERN")]
+    if not text:
+        changed = {name: row[column].lower() for name, column in (("metric", "nearness"), ("cutoff", "divergence"))
+                   if row.get(column) not in (None, "l2", "TVD")}
+        text = lantern(int(row.get("k", 1000)), float(row["delta"]), **changed)
+    return PictureRun.of(text, float(row.get("T", temperature)))
+
+
+def runs_of(name: str, **where: str) -> list[PictureRun]:
+    return [run_of(row) for row in papers.table(name) if where.items() <= row.items()]
+
+
+NAIVE = {"speculative decoding, LlamaGen-L drafts": "speculative", "EAGLE-2": EAGLE2}
+
+
+@item(ITEMS, "lantern-table-1", "LANTERN, Table 1: naive methods at temperature 0",
+      lambda scope: [PictureRun.of(text, 0.0) for text in NAIVE.values()], quick=False)
+def table_1(report: DiscreteReport, section: Section) -> None:
+    section.beside("lantern-table-1", lambda row: {"tau, here": report.tau(NAIVE[row["method"]], 0.0)}
+                   if row["method"] in NAIVE else {})
+    section.text("Here EAGLE's head drafts for speculative decoding, too: a chain of 4. Medusa is not implemented.")
 
 
 def grid_jobs(scope: DiscreteScope) -> list[PictureRun]:
-    return [scope.baseline(), PictureRun.of("eagle2"), *scope.grid]
+    return [scope.baseline(), PictureRun.of(EAGLE2), *scope.grid]
 
 
-@item(ITEMS, "lantern-table-2", "LANTERN, Table 2: average acceptance over k and delta", grid_jobs)
+@item(ITEMS, "lantern-table-2", "LANTERN, Table 2: acceptance over k and delta", grid_jobs)
 def table_2(report: DiscreteReport, section: Section) -> None:
     scope, study = report.scope, report.study
-    acceptance, tau = (np.array([[value(study.pictures(PictureRun.of(lantern(k, delta)))) for delta in scope.delta]
-                                 for k in scope.k])
-                       for value in (lambda p: p.decoded.acceptance_rate, lambda p: p.tau))
-    eagle = study.pictures(PictureRun.of("eagle2"))
-    section.text("Accepted drafts per drafted level at temperature 1. k counts other codes of "
-                 f"{study.pipeline.gpt.config.vocabulary}; LANTERN's k is of 16384, and counts the draft's own.")
-    section.table([{"k": 0, **{f"delta {delta:g}": eagle.decoded.acceptance_rate for delta in scope.delta}},
-                   *({"k": k, **{f"delta {delta:g}": value for delta, value in zip(scope.delta, line)}}
-                     for k, line in zip(scope.k, acceptance.tolist()))])
-    figure, (both,) = axes(1, 2, 4.2, 3)
-    heatmap(both[0], acceptance, scope.k, scope.delta, "acceptance", ("k", "delta"))
-    heatmap(both[1], tau, scope.k, scope.delta, "tau", ("k", "delta"))
-    section.figure(figure, "Acceptance and tau over k and delta")
-    section.text(papers.caption("lantern-table-2"))
-    section.table(papers.table("lantern-table-2"), "-paper")
-    section.claim("more neighbors and a larger delta accept more", grows(acceptance, 0, 0.01) and
-                  grows(acceptance, 1, 0.01) and acceptance[-1, -1] > eagle.decoded.acceptance_rate,
-                  f"from {eagle.decoded.acceptance_rate:.3f} without neighbors to {acceptance[-1, -1]:.3f}")
+    runs = {(k, delta): PictureRun.of(lantern(k, delta)) for k in scope.k for delta in scope.delta}
+
+    def here(row: dict[str, str]) -> dict:
+        run = run_of(row)
+        if row["method"] == "LANTERN" and run not in scope.grid:
+            return {}
+        pictures = study.pictures(run)
+        return {"acceptance": pictures.first_acceptance, "of all levels": pictures.decoded.acceptance_rate,
+                "tau": pictures.tau}
+
+    section.beside("lantern-table-2", here)
+    section.text(f"Here: temperature 1, codes of {study.pipeline.gpt.config.vocabulary}, k counts other codes than the "
+                 "draft's own, and a level has up to 10 drafts: it is accepted if one of them is, while the paper's "
+                 "number is of one drafted token.")
+    tau = np.array([[study.pictures(runs[k, delta]).tau for delta in scope.delta] for k in scope.k])
+    figure, ((axis,),) = axes(1, 1, 4.2, 3)
+    heatmap(axis, tau, scope.k, scope.delta, "tau", ("k", "delta"))
+    section.figure(figure, "tau over k (rows) and delta (columns): tokens per target forward")
+    for text, these in (("more neighbors accept more", {runs[k, scope.delta[-1]]: sign for k, sign in
+                                                        ((scope.k[-1], 1.0), (scope.k[0], -1.0))}),
+                        ("a larger delta accepts more", {runs[scope.k[-1], delta]: sign for delta, sign in
+                                                         ((scope.delta[-1], 1.0), (scope.delta[0], -1.0))}),
+                        ("any of them more than EAGLE-2", {runs[scope.k[0], scope.delta[0]]: 1.0,
+                                                           PictureRun.of(EAGLE2): -1.0})):
+        finding = report.contrast("tau", these)
+        labels = " against ".join(run.method.label.replace(f"{TREES}:", "") for run in these)
+        section.claim(text, finding.holds, f"tau of {labels}: {finding}")
 
 
 def table_3_jobs(scope: DiscreteScope) -> Iterator[PictureRun | Latency]:
-    for T in (0.0, 1.0):
-        yield scope.baseline(T)
-        for text in ("eagle2", "lantern", scope.strongest):
-            yield PictureRun.of(text, T)
-            yield Latency.of(text, T)
+    for run in runs_of("lantern-table-3", version="v1"):
+        if run.method.is_baseline:
+            yield scope.baseline(run.temperature)
+        else:
+            yield from (run, Latency(run.method, run.temperature))
 
 
 @item(ITEMS, "lantern-table-3", "LANTERN, Table 3: speed and quality at temperature 0 and 1", table_3_jobs)
 def table_3(report: DiscreteReport, section: Section) -> None:
-    strongest, jobs = report.scope.strongest, list(table_3_jobs(report.scope))
-    runs = [job for job in jobs if isinstance(job, PictureRun) and job.method.drafting != "none"]
-    section.text(papers.caption("lantern-table-3"))
-    section.table(papers.table("lantern-table-3"), "-paper")
-    section.text(f"Here, {report.study.num_images} pictures in batches:")
-    section.table([report.row(run) for run in runs])
-    report.noise(section, [run for run in runs if run.temperature])
+    def here(row: dict[str, str]) -> dict:
+        run = run_of(row)
+        if run.method.is_baseline:
+            return {"speed-up": 1.0, "tau": 1.0}
+        return {"speed-up": report.speedup(run)} | report.cells(run)
+
+    section.beside("lantern-table-3", here, version="v1")
+    section.text("The paper's later version (v3, ICLR 2025) has these speed-ups:")
+    section.table([{column: row[column] for column in ("T", "method", "speed-up")}
+                   for row in papers.table("lantern-table-3") if row["version"] == "v3"], "-v3")
+    section.text("Here: k of fewer codes, so a larger part of them. CLIP score needs weights that no package brings.")
+    report.noise(section, [run for run in runs_of("lantern-table-3", version="v1", T="1")[1:]])
     section.text("At temperature 0 the baseline has one picture a prompt: the noise is 0, every change counts.")
-    section.text("Single pictures, each right after the baseline's of the same prompt:")
-    section.table([report.latency_row(job) for job in jobs if isinstance(job, Latency)], "-latency")
     for T in (0.0, 1.0):
-        usual, best = (papers.value("lantern-table-3", "speed-up", version="v3", T=T, method=method)
-                       for method in ("EAGLE-2", "LANTERN"))
-        eagle, ours = (report.tau(text, T) for text in ("eagle2", strongest))
-        holds, times = report.faster(strongest, "eagle2", T)
-        section.claim(f"at temperature {T:g} LANTERN is faster than EAGLE-2, {best / usual:.2f} times", holds,
-                      f"{times:.2f} times in seconds of single pictures; tau grows {ours / eagle:.2f} times, from "
-                      f"{eagle:.2f} to {ours:.2f}")
-    scores = report.quality(PictureRun.of(strongest))
-    name, distance = scores["nearest name"], scores["kernel distance"]
-    section.claim("its agreement with the prompt stays (CLIP score)",
-                  False if name.significant and name.value < name.baseline else None,
-                  f"nearest name {name.value:.3g}, the baseline's {name.baseline:.3g} +- {name.noise:.2g}")
-    section.claim("its distance (FID) grows somewhat", decided(distance.value - distance.baseline, distance.noise),
-                  f"kernel distance {distance.value:.3g}, the baseline's own {distance.baseline:.2g} +- "
-                  f"{distance.noise:.2g}")
+        best = [run for run in runs_of("lantern-table-3", version="v1") if run.temperature == T][-1].method.label
+        ratios = [papers.value("lantern-table-3", "speed-up", version="v3", T=T, method=method)
+                  for method in ("LANTERN", "EAGLE-2")]
+        finding = report.faster(best, EAGLE2, T)
+        section.claim(f"at temperature {T:g} LANTERN is faster than EAGLE-2, {ratios[0] / ratios[1]:.2f} times",
+                      finding.holds, f"{finding.factor} in seconds of single pictures")
+    run = PictureRun.of(best)
+    name = report.contrast("nearest name", {run: 1.0, PictureRun.of("jacobi"): -1.0}, margin=SMALL_SHARE)
+    section.claim("its agreement with the prompt stays (CLIP score)", name.holds,
+                  f"the share of pictures that are nearest to their prompt's differs from the baseline's by {name}; "
+                  f"asked: less than {SMALL_SHARE:g}")
+    distance = report.contrast("kernel distance", {run: 1.0})
+    section.claim("its distance (FID) grows somewhat", distance.holds, f"kernel distance to the baseline {distance}")
 
 
-def table_4_runs(scope: DiscreteScope) -> list[PictureRun]:
-    texts = [*(lantern(100, 0.2, metric=metric) for metric in ("l2", "cosine", "random")),
-             *(lantern(100, delta, cutoff="jsd") for delta in (0.02, 0.05, 0.1)),
-             *(lantern(100, delta) for delta in scope.delta)]
-    return list(dict.fromkeys(map(PictureRun.of, texts)))
+SMALL_SHARE = 0.05  # of pictures: a smaller change is none
 
 
 @item(ITEMS, "lantern-table-4", "LANTERN, Table 4: metric of nearness and measure of divergence",
-      lambda scope: [scope.baseline(), *table_4_runs(scope)], quick=False)
+      lambda scope: [scope.baseline(), *runs_of("lantern-table-4")], quick=False)
 def table_4(report: DiscreteReport, section: Section) -> None:
-    runs = table_4_runs(report.scope)
-    section.table([report.row(run) for run in runs])
-    report.noise(section, runs)
-    of = {metric: PictureRun.of(lantern(100, 0.2, metric=metric)) for metric in ("l2", "cosine", "random")}
-    margin = report.quality(of["l2"])["kernel distance"].noise
-    gap, half = report.contrast(lambda d: d(of["cosine"]) - d(of["l2"]), list(of.values()))
-    same = torch.equal(*(report.study.pictures(of[metric]).decoded.tokens for metric in ("l2", "cosine")))
-    section.claim("l2 and cosine are about equal", same or alike(gap, half, margin),
-                  "the codes have unit length: both find the same neighbors and draw the same pictures" if same else
-                  f"the kernel distance with cosine differs by {gap:+.2g} +- {half:.2g}; the baseline's own noise is "
-                  f"{margin:.2g}")
-    gap, half = report.contrast(lambda d: d(of["random"]) - (d(of["l2"]) + d(of["cosine"])) / 2, list(of.values()))
-    section.claim("at equal delta random neighbors are slower, and their distance (FID) is lower", decided(-gap, half),
-                  f"with random ones the kernel distance differs by {gap:+.2g} +- {half:.2g}, tau is "
-                  f"{report.study.pictures(of['random']).tau:.2f} against {report.study.pictures(of['l2']).tau:.2f}")
-    rules = [(run, run.method.acceptance) for run in runs]
-    cutoffs = {cutoff: sorted((run for run, rule in rules if rule.cutoff == cutoff and rule.metric == "l2"),
-                              key=lambda run: report.study.pictures(run).tau) for cutoff in ("tvd", "jsd")}
-    gap, half, shared = curve_gap(report, cutoffs["jsd"], cutoffs["tvd"])
-    section.claim("total variation and Jensen-Shannon divergence do equally well at equal speed",
-                  alike(gap, half, margin) if shared else None,
-                  f"over tau {shared[0]:.2f} to {shared[1]:.2f} the kernel distance with the latter differs by "
-                  f"{gap:+.2g} +- {half:.2g}" if shared else "their curves have no tau in common")
+    section.beside("lantern-table-4", lambda row: report.cells(run_of(row)))
+    runs = {(run.method.acceptance.metric, run.method.acceptance.cutoff, run.method.acceptance.delta): run
+            for run in runs_of("lantern-table-4")}
+    report.noise(section, list(runs.values()))
+    near, far, jsd = (runs[key] for key in (("l2", "tvd", 0.2), ("random", "tvd", 0.2), ("l2", "jsd", 0.2)))
+    tokens = [report.study.pictures(run).decoded.tokens for run in (near, runs["cosine", "tvd", 0.2])]
+    same = (tokens[0] == tokens[1]).all(1).sum()
+    section.claim("l2 and cosine are alike", same == len(tokens[0]), f"{same} of {len(tokens[0])} pictures are equal, "
+                  "because the codes have unit length")
+    slower = report.contrast("tau", {near: 1.0, far: -1.0})
+    section.claim("at equal delta random neighbors are slower", slower.holds, f"tau of l2 less that of random {slower}")
+    nearer = report.contrast("kernel distance", {near: 1.0, far: -1.0})
+    section.claim("and their distance (FID) is lower", nearer.holds,
+                  f"kernel distance of l2 less that of random {nearer}")
+    for number in ("tau", "kernel distance"):
+        low, high = (report.contrast(number, {a: 1.0, b: -1.0})
+                     for a, b in ((jsd, near), (runs["l2", "tvd", 0.4], jsd)))
+        both = (low.holds, high.holds)
+        section.claim(f"JSD 0.2 lies between TVD 0.2 and 0.4 in {number}", False if False in both else
+                      None if None in both else True, f"it is above TVD 0.2 by {low}, below 0.4 by {high}")
 
 
 def resampled(report: DiscreteReport, tokens: Tensor) -> dict[str, Tensor]:
@@ -179,8 +202,8 @@ def figures_5_7(report: DiscreteReport, section: Section) -> None:
     for axis, name in zip(all_axes, names):
         for k, x, y in zip(scope.k, tau, values[name]):
             axis.plot(x, y, "o-", ms=4, lw=1, label=f"k {k}")
-        score = report.quality(PictureRun.of("eagle2"))[name]
-        axis.plot(study.pictures(PictureRun.of("eagle2")).tau, score.value, "k*", label="EAGLE-2")
+        score = report.quality(PictureRun.of(EAGLE2))[name]
+        axis.plot(study.pictures(PictureRun.of(EAGLE2)).tau, score.value, "k*", label="EAGLE-2")
         axis.axhspan(score.baseline - score.noise, score.baseline + score.noise, color="gray", alpha=0.25)
         axis.set(xlabel="tau", ylabel=name)
         axis.legend(fontsize=6)
@@ -193,17 +216,18 @@ def figures_5_7(report: DiscreteReport, section: Section) -> None:
         if index < study.num_images:
             section.figure(picture_grid(report, runs, index), "Pictures over k and delta, "
                            f"{study.prompts[index % len(study.prompts)]!r}", f"-pictures-{index}")
-    section.claim("larger k and delta are faster", grows(tau, 0, 0.05) and grows(tau, 1, 0.05),
-                  f"tau from {tau.min():.2f} to {tau.max():.2f}")
-    corners = [runs[k, d] for k in (scope.k[0], scope.k[-1]) for d in (scope.delta[0], scope.delta[-1])]
-    gap, half = report.contrast(lambda d: d(corners[3]) - d(corners[0]), corners)
-    section.claim("and lower the quality", decided(gap, half),
-                  f"from the smallest to the largest the kernel distance grows by {gap:+.2g} +- {half:.2g}")
-    gap, half = report.contrast(lambda d: d(corners[2]) - d(corners[0]), corners)
-    margin = report.quality(corners[0])["kernel distance"].noise
-    section.claim("at a small delta a larger k is without significant loss", alike(gap, half, margin),
-                  f"at delta {scope.delta[0]:g} tau goes from {tau[0, 0]:.2f} to {tau[-1, 0]:.2f}, the kernel distance "
-                  f"by {gap:+.2g} +- {half:.2g}; the baseline's own noise is {margin:.2g}")
+    small, more, large = (runs[key] for key in ((scope.k[0], scope.delta[0]), (scope.k[-1], scope.delta[0]),
+                                                (scope.k[-1], scope.delta[-1])))
+    faster = report.contrast("tau", {large: 1.0, small: -1.0})
+    section.claim("larger k and delta are faster", faster.holds, f"from the smallest to the largest tau grows {faster}")
+    worse = report.contrast("kernel distance", {large: 1.0, small: -1.0})
+    section.claim("and lower the quality", worse.holds,
+                  f"from the smallest to the largest the kernel distance grows {worse}")
+    margin = abs(worse.value) / 4
+    alike = report.contrast("kernel distance", {more: 1.0, small: -1.0}, margin)
+    section.claim("at a small delta a larger k costs no quality", alike.holds,
+                  f"at delta {scope.delta[0]:g} the kernel distance grows {alike}; asked: by less than a quarter of "
+                  f"the above, {margin:.2g}")
 
 
 def picture_grid(report: DiscreteReport, runs: dict[tuple[int, float], PictureRun], index: int):

@@ -1,5 +1,6 @@
 """A report's sections: text, tables and plots, as Markdown, CSV and PNG in one folder."""
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 from specvis.files import csv_text, write_whole
 from specvis.study.plots import plt, save_figure
 
+from . import papers
 from .quality import Score
 
 
@@ -54,6 +56,27 @@ class Section:
         lines = [columns, ["---"] * len(columns), *([format_cell(row.get(key, "")) for key in columns] for row in rows)]
         markdown = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         self.parts.append(link if csv_only else f"{markdown}\n\n{link}")
+
+    def beside(self, name: str, here: Callable[[dict[str, str]], dict], ending: str = "", **where: str) -> None:
+        """A paper's table with our numbers after the paper's, in the same rows.
+
+        here:  from a row of the paper our cells by column; {}: it was not run. Columns that the paper lacks come last
+        where: only rows that have these cells
+        """
+        rows = [row for row in papers.table(name) if where.items() <= row.items()]
+        columns = [column for column in rows[0] if column not in where and any(row[column] for row in rows)]
+        ours = [here(row) for row in rows]
+        added = dict.fromkeys(column for cells in ours for column in cells)
+        merged = []
+        for row, cells in zip(rows, ours):
+            line = {}
+            for column in columns:
+                line[f"{column}, paper" if column in added else column] = row[column] or "-"
+                if column in added:
+                    line[column] = cells.get(column, "not run")
+            merged.append(line | {column: cells.get(column, "not run") for column in added if column not in columns})
+        self.text(papers.caption(name))
+        self.table(merged, ending)
 
     def figure(self, figure, caption: str, ending: str = "") -> None:
         """A plot as <name><ending>.png, signed with where it comes from."""

@@ -6,13 +6,12 @@ from specvis.decoding.methods import parse_method
 from specvis.pipelines.positions import steps_gain
 from specvis.study.discrete import BATCH, PictureRun
 
-from . import adt_tree
 from .base import Item, item
 from .discrete import DiscreteReport, DiscreteScope
 from .page import Section, axes
 
 ITEMS: dict[str, Item] = {}
-COMPARED = ("eagle1", *adt_tree.COMPARED, "cool-sd")
+COMPARED = ("eagle1", "eagle2", "lantern", "adt-tree", "adt-tree+lantern", "cool-sd")
 SHUFFLES = 20  # each picture's positions are shuffled, to see what chance makes of their differences
 
 
@@ -73,7 +72,7 @@ def figure_7(report: DiscreteReport, section: Section) -> None:
                      "draft model": "guided" if run.method.drafts.draft_guidance else "not guided", "tau": pictures.tau,
                      "acceptance": pictures.decoded.acceptance_rate})
     section.text("The draft model's distribution is moved by the request's guidance, or is that with the caption "
-                 "alone.")
+                 "alone. The paper's figure is a flow chart and measures nothing.")
     section.table(rows)
     figure, (all_axes,) = axes(1, 2, 3.6, 2.8)
     for axis, guidance in zip(all_axes, (None, 3.0)):
@@ -84,7 +83,3 @@ def figure_7(report: DiscreteReport, section: Section) -> None:
                  title=f"guidance {guidance or usual:g}")
         axis.legend(fontsize=7)
     section.figure(figure, "tau with and without guidance of the draft model")
-    ratios = [tau[text, guidance, 1.0] / tau[text, guidance, 0.0] for text in GUIDED for guidance in (None, 3.0)]
-    section.claim("the draft model is guided as the target (the paper's flow chart, which measures nothing)",
-                  True if min(ratios) > 1 else False if max(ratios) < 1 else None,
-                  f"tau changes by {min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%}")

@@ -14,10 +14,10 @@ from importlib import import_module
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy.stats import t
 
-SIDE = 224        # the network's input
-GROUPS = 8        # the noise is taken from groups of baseline pictures, each as large as the compared set
-QUANTILE = 2.365  # 97.5 % of the t distribution with GROUPS - 1 degrees of freedom
+SIDE = 224  # the network's input
+GROUPS = 8  # the noise is taken from so many groups of baseline pictures or more, each as large as the compared set
 
 
 class ImageNetwork:
@@ -86,15 +86,47 @@ def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(((means[0] - means[1]) ** 2).sum() + (x ** 2).sum() + (y ** 2).sum() - 2 * both)
 
 
+def kernel_rows(a: Features, b: Features) -> np.ndarray:
+    """(n,) each picture's share, n times, of the mean of (x y / d + 1)^3 over pairs of a and b of different prompts."""
+    kernel = (a.vectors.astype(np.float64) @ b.vectors.astype(np.float64).T / a.vectors.shape[1] + 1) ** 3
+    differ = a.names[:, None] != b.names
+    return (kernel * differ).sum(1) / (differ.sum() / len(a))
+
+
 def kernel_distance(a: Features, b: Features) -> float:
     """Squared maximum mean discrepancy, kernel (x y / d + 1)^3 (Binkowski et al., arXiv:1801.01401), over all pairs of
     pictures of different prompts: such pairs alone are as frequent within a set as between two, so that it is unbiased.
     """
-    def mean(x: Features, y: Features) -> float:
-        kernel = (x.vectors.astype(np.float64) @ y.vectors.astype(np.float64).T / x.vectors.shape[1] + 1) ** 3
-        return kernel[x.names[:, None] != y.names].mean()
+    return kernel_contrast([(1.0, a)], b)[0]
 
-    return float(mean(a, a) + mean(b, b) - 2 * mean(a, b))
+
+def mean_and_error(values: np.ndarray, names: np.ndarray) -> tuple[float, float, int]:
+    """The mean over pictures (n,) of the prompts that `names` numbers, its standard error, and the degrees of freedom.
+
+    The prompts are taken as given: where each has several pictures, only the spread within a prompt counts.
+    """
+    _, which, counts = np.unique(names, return_inverse=True, return_counts=True)
+    centers = np.bincount(which, values) / counts if counts.min() > 1 else np.array([values.mean()])
+    rest = values - (centers[which] if len(centers) > 1 else centers)
+    freedom = len(values) - len(centers)
+    return float(values.mean()), float(np.sqrt((rest ** 2).sum() / freedom / len(values))), freedom
+
+
+def kernel_contrast(sets: list[tuple[float, Features]], baseline: Features) -> tuple[float, float, int]:
+    """A weighted sum of sets' kernel distances to the baseline, its standard error, and the degrees of freedom.
+
+    The sets have the same prompts and seeds, in order. The error is from what each picture adds (the first-order terms
+    of a U-statistic); where all distributions are equal it is too large, not too small.
+    """
+    others = kernel_rows(baseline, baseline)
+    value, own, of_baseline = 0.0, 0.0, 0.0
+    for weight, pictures in sets:
+        within, across = kernel_rows(pictures, pictures), kernel_rows(pictures, baseline)
+        value += weight * float(within.mean() + others.mean() - 2 * across.mean())
+        own = own + 2 * weight * (within - across)
+        of_baseline = of_baseline + 2 * weight * (others - kernel_rows(baseline, pictures))
+    _, error, freedom = mean_and_error(own, sets[0][1].names)
+    return value, float(np.hypot(error, mean_and_error(of_baseline, baseline.names)[1])), freedom
 
 
 def inception_score(classes: np.ndarray) -> float:
@@ -103,15 +135,15 @@ def inception_score(classes: np.ndarray) -> float:
     return float(np.exp((classes * (np.log(classes) - np.log(classes.mean(0)))).sum(1).mean()))
 
 
-def nearest_name(pictures: Features, references: np.ndarray) -> float:
-    """The share of pictures whose features are nearest, by angle, to the features of their prompt's reference picture.
+def nearest_names(pictures: Features, references: np.ndarray) -> np.ndarray:
+    """(n,) is a picture's feature vector nearest, by angle, to that of its prompt's reference picture?
 
-    references (prompts, d): features of the pictures that the prompts name. By chance the share is 1 / prompts.
+    references (prompts, d): features of the pictures that the prompts name. By chance 1 / prompts of them are.
     """
     mean = references.mean(0)
     x, y = ((part - mean) / np.linalg.norm(part - mean, axis=1, keepdims=True)
             for part in (pictures.vectors, references))
-    return float(((x @ y.T).argmax(1) == pictures.names).mean())
+    return ((x @ y.T).argmax(1) == pictures.names).astype(float)
 
 
 DISTANCES: dict[str, Callable[[Features, Features], float]] = {  # to baseline pictures
@@ -120,7 +152,7 @@ DISTANCES: dict[str, Callable[[Features, Features], float]] = {  # to baseline p
 }
 SCORES: dict[str, Callable[[Features, np.ndarray], float]] = {  # of pictures, and of features of reference pictures
     "inception score": lambda pictures, references: inception_score(pictures.classes),
-    "nearest name": nearest_name,
+    "nearest name": lambda pictures, references: float(nearest_names(pictures, references).mean()),
 }
 
 MORE_SCORES: dict[str, Callable[[np.ndarray, list[str]], np.ndarray]] = {}  # of pictures (n, H, W, 3) and prompts: (n,)
@@ -175,13 +207,13 @@ class Score:
     def of(value: float, groups: list[float]) -> "Score":
         """Beside the same number of each group of baseline pictures: a prediction interval of the t distribution."""
         g = len(groups)
-        spread = np.std(groups, ddof=1) * np.sqrt(1 + 1 / g) * QUANTILE if g > 1 else 0.0
+        spread = np.std(groups, ddof=1) * np.sqrt(1 + 1 / g) * t.ppf(0.975, g - 1) if g > 1 else 0.0
         return Score(float(value), float(np.mean(groups)), float(spread))
 
 
 @dataclass
 class Baseline:
-    """Baseline pictures in GROUPS groups of n, all of the same prompts; greedy ones, which do not differ, in one."""
+    """Baseline pictures in groups of n, all of the same prompts; greedy ones, which do not differ, in one."""
 
     groups: list[Features]
     others: list[Features]           # for each group all pictures of the other groups; a single group has itself
@@ -193,9 +225,9 @@ class Baseline:
         Raises:
             ValueError: another number of pictures
         """
-        if len(pictures) not in (n, GROUPS * n):
-            raise ValueError(f"baseline must have {GROUPS} times as many pictures as the {n} that are compared, "
-                             f"got {len(pictures)}")
+        if len(pictures) != n and (len(pictures) < GROUPS * n or len(pictures) % n):
+            raise ValueError(f"baseline must have {GROUPS} times as many pictures as the {n} that are compared, or a "
+                             f"larger multiple, got {len(pictures)}")
         rows = np.arange(len(pictures)).reshape(-1, n)
         groups = [pictures[group] for group in rows]
         others = [pictures[np.delete(rows, i, 0).ravel()] for i in range(len(rows))] if len(rows) > 1 else [pictures]

@@ -23,12 +23,11 @@ from specvis.study import jobs as study_module
 from specvis.study.discrete import DiscreteStudy, Latency, PictureRun, Recorder
 from specvis_kernels import tree_links
 from studies import page, quality
-from studies.base import alike, decided, pixels
+from studies.base import Finding, decided, pixels
 from studies.discrete import FULL, QUICK, DiscreteReport
 from studies.general import curve_gap
-from studies.lantern import grows
 from studies.page import Section, format_cell
-from studies.quality import MORE_SCORES, Score
+from studies.quality import MORE_SCORES
 from studies.report import ITEMS
 from tests.studies.test_quality import NETWORK
 from tests.tiny import tiny_pipeline
@@ -106,10 +105,12 @@ def test_a_run_is_what_the_pipeline_draws(study, pipeline):
 
 
 def test_long_runs_share_batches_with_short_ones(study):
-    short, long = PictureRun.of("eagle2", count=64), PictureRun.of("eagle2", count=100)
-    assert [(c.start, c.count) for c in study.batches(long)] == [(0, 32), (32, 32), (64, 32), (96, 4)]
-    assert set(study.batches(short)) < set(study.batches(long))
-    assert [(c.start, c.count) for c in study.batches(PictureRun.of("eagle2", start=30, count=4))] == [(30, 2), (32, 2)]
+    short, long = PictureRun.of("eagle2", count=48), PictureRun.of("eagle2", count=100)
+    assert [(c.start, c.count) for c in study.parts(long)] == [(0, 24), (24, 24), (48, 24), (72, 24), (96, 4)]
+    assert set(study.parts(short)) < set(study.batches(long))
+    assert [(c.start, c.count) for c in study.parts(PictureRun.of("eagle2", start=22, count=4))] == [(22, 2), (24, 2)]
+    assert [(c.start, c.count) for c in study.parts(dataclasses.replace(Latency.of("eagle2"), count=5))] == [
+        (0, 2), (2, 2), (4, 1)]
 
 
 def test_an_interruption_loses_only_the_batch_at_work(study, pipeline, monkeypatch):
@@ -180,7 +181,7 @@ def test_a_hurt_file_is_named_and_made_again(study, capsys):
         study.loaded.clear()
         assert torch.equal(study.pictures(run).decoded.tokens, tokens)
         assert re.search(rf"{study.path(run).name} .*; it is made again\n", capsys.readouterr().err)
-    latency = study.counted(latency)
+    latency, = study.parts(latency)
     for hurt in (b"[]", whole, (study.folder / "foreign.npz").read_bytes()):
         study.path(latency).write_bytes(hurt)
         assert np.array_equal(study.seconds(latency).tokens, seconds.tokens)
@@ -268,36 +269,47 @@ class FakeReport:
     def pictures(self, run):
         return SimpleNamespace(tau=self.points[run][0])
 
-    def contrast(self, statistic, runs):
-        return statistic(lambda run: self.points[run][1]), 0.1
+    def contrast(self, number, weights):
+        return Finding(sum(weight * self.points[run][1] for run, weight in weights.items()), 0.1, 24, True, 24)
 
 
 def test_curves_are_compared_where_both_are():
     points = {"a": (0.0, 1.0), "b": (2.0, 3.0), "c": (1.0, 0.0), "d": (3.0, 2.0), "e": (9.0, 9.0), "f": (8.0, 9.0)}
-    gap, half, shared = curve_gap(FakeReport(points), ["b", "a"], ["c", "d"])
-    assert gap == pytest.approx(2.0) and half == 0.1 and shared == (1.0, 2.0)
-    assert curve_gap(FakeReport(points), ["a", "b"], ["e", "f"])[2] is None
+    gap, shared = curve_gap(FakeReport(points), "kernel distance", ["b", "a"], ["c", "d"])
+    assert gap.value == pytest.approx(2.0) and shared == (1.0, 2.0)
+    assert curve_gap(FakeReport(points), "kernel distance", ["a", "b"], ["e", "f"])[0] is None
 
 
-def test_noise_of_what_is_made_of_several_distances():
-    report = DiscreteReport(None, FULL, None, references=None)
-    report.results = {("quality", name): {"kernel distance": Score(value, 0.0, 2.0)}
-                      for name, value in zip("abc", (1.0, 4.0, 9.0))}
-    value, half = report.contrast(lambda d: d("c") - (d("a") + d("b")) / 2, ["a", "b", "c"])
-    assert value == 6.5 and half == pytest.approx(2 * 1.5 ** 0.5)
+@NETWORK
+def test_a_claim_draws_as_many_pictures_as_decide(study, pipeline, small_side):
+    """A clear difference takes the first pictures. Every claim's number is that of the pictures that it says."""
+    scope = dataclasses.replace(FULL, images=4, looks=3)
+    references = np.random.default_rng(0).normal(size=(4, 1280))
+    report = DiscreteReport(study, scope, study.folder.parent, references=references)
+    clear = report.contrast("tau", {"jacobi:window=8": 1.0, "vanilla": -1.0})
+    assert clear.holds and clear.pictures == 4
+    assert not report.contrast("tau", {"vanilla": 1.0, "jacobi:window=8": -1.0}).holds
+    runs = {"eagle1": 1.0, "speculative": -1.0}
+    taus = {count: sum(weight * study.pictures(PictureRun.of(text, count=count)).decoded.tau
+                       for text, weight in runs.items()) for count in (4, 8, 16)}
+    finding = report.contrast("tau", runs)
+    expected = taus[finding.pictures]
+    assert finding.value == pytest.approx(expected.mean().item(), rel=1e-4)
+    greedy = report.contrast("tau", {PictureRun.of("eagle1", 0.0): 1.0, PictureRun.of("speculative", 0.0): -1.0})
+    assert greedy.pictures == 4, "more greedy pictures would be the same ones again"
+    distance = report.contrast("kernel distance", {"lantern:k=1000:delta=0.4": 1.0})
+    assert distance.pictures in (4, 8, 16) and distance.half > 0
 
 
 def test_what_is_decided(tmp_path):
     assert decided(2, 1) is True and decided(-2, 1) is False and decided(1, 2) is None
     assert [format_cell(x) for x in (0.18349, 1.23456, 123.456, 5, None)] == [
         "0.183", "1.23", "123.5", "5", "not measured"]
-    assert alike(0.1, 0.2, 0.5) is True and alike(-0.1, 0.5, 0.5) is None and alike(-2, 1, 0.5) is False
     section = Section("table", "A table", tmp_path, "origin")
     words = {True: "agrees", False: "does not agree", None: "not decided"}
     for holds, word in words.items():
         section.claim(f"claim {word}", holds, "from 1 to 2")
     assert all(f"**{word}**: claim {word}. Here: from 1 to 2." in section.markdown() for word in words.values())
-    assert grows(np.array([[1.0, 2.0], [1.5, 1.95]]), 0, 0.1) and not grows(np.array([[1.0, 2.0], [1.5, 1.85]]), 0, 0.1)
 
 
 @NETWORK

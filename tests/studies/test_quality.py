@@ -13,8 +13,9 @@ from studies.quality import (
     Score,
     frechet_distance,
     inception_score,
+    kernel_contrast,
     kernel_distance,
-    nearest_name,
+    nearest_names,
     quality,
 )
 
@@ -76,6 +77,27 @@ def test_the_kernel_distance_has_no_bias_where_prompts_differ_and_sees_a_shift()
     assert kernel_distance(pictures(1, 0), pictures(3, 1, shift=1.0)) > same.max()
 
 
+def test_a_contrast_of_kernel_distances_is_their_sum_and_its_error_is_the_spread_of_studies():
+    """Two hundred studies: the error that each states is their spread, and equal sets differ by chance alone."""
+    means = normal(12, seed=7, scale=2)
+
+    def pictures(groups, seed, shift=0.0):
+        return features_of(np.tile(means, (groups, 1)) + normal(12 * groups, seed=seed) + np.float32(shift))
+
+    def study(i, shift):
+        a, b, baseline = pictures(2, 3 * i, shift), pictures(2, 3 * i + 1), pictures(8, 3 * i + 2)
+        value, error, freedom = kernel_contrast([(1.0, a), (-1.0, b)], baseline)
+        assert freedom == 12
+        assert value == pytest.approx(kernel_distance(a, baseline) - kernel_distance(b, baseline))
+        return value, error
+
+    for shift, low, high in ((0.5, 0.8, 1.6), (0.0, 0.9, 2.5)):
+        values, errors = np.array([study(i, shift) for i in range(200)]).T
+        assert low < errors.mean() / values.std() < high
+        if not shift:
+            assert np.mean(np.abs(values) > 1.96 * errors) < 0.05
+
+
 def test_the_inception_score_counts_classes():
     assert abs(inception_score(np.eye(5)[[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]]) - 5) < 1e-6
     assert abs(inception_score(np.full((4, 7), 1 / 7)) - 1) < 1e-9
@@ -85,8 +107,8 @@ def test_the_inception_score_counts_classes():
 def test_the_nearest_name_is_found():
     references = normal(9, 20)
     names = np.array([3, 1, 8, 3])
-    assert nearest_name(Features(references[names] + 0.01, references, names), references) == 1
-    assert nearest_name(Features(5 * references[names], references, names[::-1]), references) == 0.5  # 3: both ends
+    assert nearest_names(Features(references[names] + 0.01, references, names), references).tolist() == [1, 1, 1, 1]
+    assert nearest_names(Features(5 * references[names], references, names[::-1]), references).tolist() == [1, 0, 0, 1]
 
 
 def test_noise_is_a_prediction_interval():
@@ -97,7 +119,7 @@ def test_noise_is_a_prediction_interval():
     assert 0.04 < outside < 0.06
     score = Score.of(4.0, [1.0, 3.0] * 4)
     assert score.baseline == 2 and score.effect == 2
-    assert abs(score.noise - 2.365 * (8 / 7) ** 0.5 * (9 / 8) ** 0.5) < 1e-9
+    assert abs(score.noise - 2.364624 * (8 / 7) ** 0.5 * (9 / 8) ** 0.5) < 1e-5  # t of 7 degrees of freedom
     assert score.pictures_needed(100) == int(np.ceil(100 * score.noise / 2))
     assert Score.of(2.0, [2.0]).noise == 0 and Score.of(2.0, [2.0]).pictures_needed(10) is None
 
@@ -125,7 +147,7 @@ def test_pictures_that_are_the_baselines_own_are_compared_with_the_others():
                                                                                   others.vectors))
         assert scores["kernel distance"].value == pytest.approx(kernel_distance(baseline[rows], others))
         assert beside.numbers["kernel distance"][group] == pytest.approx(kernel_distance(baseline[rows], others))
-        assert beside.numbers["nearest name"][group] == nearest_name(baseline[rows], references)
+        assert beside.numbers["nearest name"][group] == nearest_names(baseline[rows], references).mean()
 
 
 def test_quality_beside_greedy_pictures():

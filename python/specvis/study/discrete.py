@@ -14,7 +14,7 @@ from ..decoding.sampling import Sampling
 from ..pipelines.discrete import Pipeline
 from .jobs import Arrays, ArrayShapes, Job, NotWhole, Study
 
-BATCH = 32  # pictures decoded as one batch
+BATCH = 24  # pictures decoded as one batch
 SAVED = [field.name for field in fields(Decoded) if field.name != "log_probs"]
 BY_POSITION = ("tokens", "num_accepted", "num_drafted", "nodes")  # these arrays are (pictures, L)
 INTEGERS = (*BY_POSITION, "num_known", "target_forwards")         # int64, but int32 in the file
@@ -62,6 +62,7 @@ class Latency(Job):
     temperature: float = 1.0
     count: int = 0  # batches; 0: as many as the study times
     batch: int = 1  # pictures decoded at once
+    start: int = 0  # the first batch
     title = PictureRun.title
 
     @classmethod
@@ -78,7 +79,7 @@ class Latency(Job):
     def arrays(self, study: "DiscreteStudy", progress: Callable[[float], None]) -> Arrays:
         results = {"baseline": [], "method": [], "tau": [], "tokens": []}
         for i in range(-1, self.count):  # the first is dropped: it fills caches and touches memory
-            first = max(i, 0) * self.batch
+            first = (self.start + max(i, 0)) * self.batch
             arguments = study.prompts_of(first, self.batch), study.sampling_of(first, self.batch, self.temperature)
             for method, name in ((parse_method("vanilla"), "baseline"), (self.method, "method")):
                 start = time.perf_counter()
@@ -104,6 +105,12 @@ class DiscretePictures:
     @property
     def tau(self) -> float:
         return self.decoded.tau.nanmean().item()
+
+    @property
+    def first_acceptance(self) -> float:
+        """The share of drafting steps whose first level was accepted."""
+        drafted = self.decoded.num_drafted > 0
+        return (self.decoded.num_accepted[drafted] > 0).float().mean().item()
 
     @property
     def mean_depth(self) -> float:
@@ -181,23 +188,13 @@ class DiscreteStudy(Study):
         values = [*(getattr(job, field.name) for field in fields(job)), len(self.prompts)]
         return values if isinstance(job, PictureRun) else [*values, self.machine]
 
-    def batches(self, run: PictureRun) -> list[PictureRun]:
-        """The run as batches of at most BATCH pictures, aligned, so that longer runs of a method share them."""
-        count, runs, start = run.count or self.num_images, [], run.start
-        while start < run.start + count:
-            end = min(run.start + count, (start // BATCH + 1) * BATCH)
-            runs.append(replace(run, count=end - start, start=start))
-            start = end
-        return runs
-
     def parts(self, job: Job) -> list[Job]:
-        if isinstance(job, PictureRun):
-            return self.batches(job)
-        return [self.counted(job)]
-
-    def counted(self, latency: Latency) -> Latency:
-        """The latency with its number of batches."""
-        return replace(latency, count=latency.count or self.timed)
+        """The job in aligned parts, so that longer ones share them: pictures in batches of at most BATCH, latencies in
+        as many batches as the study times."""
+        size, count = (BATCH, job.count or self.num_images) if isinstance(job, PictureRun) else (
+            self.timed, job.count or self.timed)
+        ends = [*range((job.start // size + 1) * size, job.start + count, size), job.start + count]
+        return [replace(job, start=start, count=end - start) for start, end in zip([job.start, *ends], ends)]
 
     def pending(self, jobs: list[Job]) -> list[Job]:
         """The parts of these jobs that are not in the folder yet, each once. Runs of many pictures come last."""
@@ -211,7 +208,7 @@ class DiscreteStudy(Study):
     def pictures(self, run: PictureRun) -> DiscretePictures:
         key = (run, self.num_images)
         if key not in self.loaded:
-            parts = [self.arrays(batch) for batch in self.batches(run)]
+            parts = [self.arrays(batch) for batch in self.parts(run)]
             values = {name: torch.from_numpy(np.concatenate([part[name] for part in parts]))
                       for name in (*SAVED, "nodes")}
             values |= {name: values[name].long() for name in INTEGERS}
@@ -226,4 +223,5 @@ class DiscreteStudy(Study):
         return arrays
 
     def seconds(self, latency: Latency) -> Timings:
-        return Timings(**self.arrays(self.counted(latency)))
+        parts = [self.arrays(part) for part in self.parts(latency)]
+        return Timings(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
