@@ -285,10 +285,10 @@ def test_a_claim_draws_as_many_pictures_as_decide(study, pipeline, small_side):
     """A clear difference takes the first pictures. Every claim's number is that of the pictures that it says."""
     scope = dataclasses.replace(FULL, images=4, looks=3)
     references = np.random.default_rng(0).normal(size=(4, 1280))
-    report = DiscreteReport(study, scope, study.folder.parent, references=references)
-    clear = report.contrast("tau", {"jacobi:window=8": 1.0, "vanilla": -1.0})
+    report = DiscreteReport(study, scope, study.folder.parent, references=references, at_work="an item")
+    clear = report.contrast("tau", {"lantern:k=1000:delta=1": 1.0, "vanilla": -1.0})
     assert clear.holds and clear.pictures == 4
-    assert not report.contrast("tau", {"vanilla": 1.0, "jacobi:window=8": -1.0}).holds
+    assert not report.contrast("tau", {"vanilla": 1.0, "lantern:k=1000:delta=1": -1.0}).holds
     runs = {"eagle1": 1.0, "speculative": -1.0}
     taus = {count: sum(weight * study.pictures(PictureRun.of(text, count=count)).decoded.tau
                        for text, weight in runs.items()) for count in (4, 8, 16)}
