@@ -31,7 +31,7 @@ def table_1(report: DiscreteReport, section: Section) -> None:
     section.text(papers.caption("adt-table-1"))
     section.table(papers.table("adt-table-1"), "-paper")
     section.text("Here; depth is drafted levels (EAGLE-2 drafts 5 there, 4 in our recipe). In the paper ADT-Tree gains "
-                 "by cheaper trees and not by tau; here its trees are larger than EAGLE-2's.")
+                 "at temperature 1 by cheaper trees and not by tau; here its trees are larger than EAGLE-2's.")
     rows, tau, depth = [], {}, {}
     for T in (0.0, 1.0):
         for text in COMPARED:
