@@ -26,7 +26,7 @@ def value(name: str, column: str, /, **where: str | float) -> float:
         ValueError: no row or several have a number there
     """
     wanted = {key: cell if isinstance(cell, str) else f"{cell:g}" for key, cell in where.items()}
-    found = [row[column] for row in table(name) if row[column] and wanted.items() <= row.items()]
+    found = [row[column] for row in table(name) if row.get(column) and wanted.items() <= row.items()]
     if len(found) != 1:
         raise ValueError(f"{name} must have one {column!r} where {wanted}, got {found}")
     return float(found[0])
