@@ -103,9 +103,11 @@ def write_report(report: Report, items: list[Item], *, command: str, whole: bool
     study.compute([job for item in items for job in item.jobs(report.scope)])
     origin = study.origins_text
     with tqdm(items, desc="writing", disable=None) as bar:
-        for item in bar:
+        for number, item in enumerate(bar, 1):
             bar.set_postfix_str(item.name)
             report.at_work = item.name
+            if bar.disable:
+                click.echo(f"page {number} of {len(items)}, {item.name}", err=True)
             section = Section(item.name, item.title, out, f"{command} --only {item.name} | {origin}")
             item.write(report, section)
             write_whole(out / f"{item.name}.md", section.markdown())

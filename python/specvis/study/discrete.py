@@ -38,7 +38,7 @@ class PictureRun(Job):
         return f"{self.method.label}, T = {self.temperature:g}"
 
     def cost(self, study: "DiscreteStudy") -> float:
-        return self.count * (0.12 if self.method.drafting == "none" else 0.35 + 0.02 * self.method.max_nodes)
+        return self.count * (0.2 if self.method.drafting == "none" else 0.15 + 0.025 * self.method.max_nodes)
 
     def shapes(self, study: "DiscreteStudy") -> ArrayShapes:
         return {name: (self.count, study.pipeline.num_tokens) if name in BY_POSITION else (self.count,)
@@ -70,7 +70,7 @@ class Latency(Job):
         return cls(parse_method(text), temperature)
 
     def cost(self, study: "DiscreteStudy") -> float:
-        return (self.count + 1) * self.batch * (3.0 if "start" in self.method.parameters else 2.2)
+        return (self.count + 1) * self.batch * (0.6 + 0.02 * self.method.max_nodes)
 
     def shapes(self, study: "DiscreteStudy") -> ArrayShapes:
         return {"baseline": (self.count,), "method": (self.count,), "tau": (self.count,),
