@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from matplotlib.patheffects import withStroke
 from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 
@@ -102,13 +103,15 @@ def axes(rows: int, columns: int, width: float, height: float, **others):
 
 def label(axis, text: str, point: tuple[float, float]) -> None:
     """Name a point. `Section.figure` finds the place, within the axis, so that the layout leaves no space for it."""
-    axis.annotate(text, point, (LABEL_GAP, 0), textcoords="offset points", va="center", fontsize=6).set_in_layout(False)
+    axis.annotate(text, point, (LABEL_GAP, 0), textcoords="offset points", va="center", fontsize=6, in_layout=False,
+                  path_effects=[withStroke(linewidth=1.5, foreground="white")])  # it is read over bars and lines
 
 
 def spread_labels(figure) -> None:
     """Move the labels up or down, on either side of their points, to the nearest place within the axis that overlaps
     no other label and no point; if there is no such place, to where it overlaps fewest."""
     figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # a second layout would shift the points a little
     pixels = figure.dpi / 72  # of a typographic point
     gap = LABEL_GAP * pixels
     for axis in figure.axes:

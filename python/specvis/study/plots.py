@@ -43,7 +43,7 @@ def curve_styles(method: str, count: int) -> list[dict]:
     """The styles of several curves of one method: shades from a light one to its color, and other lines."""
     color, marker = METHOD_STYLES[method.partition(":")[0]]
     return [{"color": shade(color, share), "marker": marker, "ls": line}
-            for share, line in zip(np.linspace(1, 0.4, count)[::-1], cycle(("-", "--", "-.", ":")))]
+            for share, line in zip(np.linspace(1, 0.5, count)[::-1], cycle(("-", "--", "-.", ":")))]
 
 
 def save_figure(figure, path: Path, **options) -> None:
