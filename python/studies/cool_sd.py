@@ -44,7 +44,10 @@ def figure_3(report: DiscreteReport, section: Section) -> None:
     section.text("Delta of UniformRSD and COOL-SD (our `omega`): " + ", ".join(f"{x:g}" for x in scope.omega)
                  + "; lambda of LANTERN++ (our `delta`, k = 10): " + ", ".join(f"{x:g}" for x in scope.ratio)
                  + ". COOL-SD's tree is EAGLE-1's, LANTERN++'s is its own, which is larger.")
-    section.figure(plot_curves(report, every), "Distance from the baseline, and tv_excess, over tau")
+    section.figure(plot_curves(report, every),
+                   "Added total variation per token (left) and kernel distance to baseline pictures (right, band: the "
+                   "baseline's own) over tokens per target forward: a curve for each method over how much it relaxes, "
+                   "and EAGLE-1, which is lossless. Bars: two standard errors over pictures, of distances the noise")
     section.table([report.row(run) for run in every])
     report.noise(section, every)
     gap, half, shared = curve_gap(report, runs["COOL-SD"], runs["UniformRSD"])
@@ -67,8 +70,8 @@ def strips(scope: DiscreteScope) -> dict[str, list[Latency]]:
 def figure_2(report: DiscreteReport, section: Section) -> None:
     jobs = strips(report.scope)
     for name, label in (("cool-sd", "COOL-SD"), ("lantern", "LANTERN, k 100")):
-        section.figure(strip(report, jobs[name]), f"{label}: each row is a prompt and a seed, each column a delta; the "
-                                                  "pictures were timed, alone", f"-{name}")
+        section.figure(strip(report, jobs[name]), f"{label}: pictures, each row is a prompt and a seed, each column a "
+                                                  "delta, above each are its seconds alone and its tau", f"-{name}")
     section.table([report.latency_row(job) for those in jobs.values() for job in those])
     section.text("COOL-SD's delta is our `omega`. What delta does to tau, by more pictures: `cool-figure-3`.")
 
