@@ -38,6 +38,7 @@ from time import perf_counter
 from unittest.mock import patch
 
 import torch
+from matplotlib.patches import Patch
 from torch import Tensor
 
 import specvis_kernels
@@ -58,7 +59,7 @@ from specvis.models import layers
 from specvis.models.eagle import EagleHead
 from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config
 from specvis.pipelines.discrete import Pipeline
-from specvis.study.plots import plt
+from specvis.study.plots import method_color, plt, shade
 
 RANDOM = FILTERS | {"top_k": 1000, "top_p": 1.0}  # for random weights
 WHOLE = ("shipped", "B")       # sizes of which whole pictures are timed
@@ -66,7 +67,8 @@ STEPS = 8                      # that a turn times of the other sizes, at least
 SETTLING = 8                   # steps on a GPU before these: the third captures a graph
 RELEASED = ("eagle1", "lantern", "lantern++", "speculative")  # the methods of the released loop
 FORWARDS = ("fast", "eager", "compile")
-PARTS = ("target", "draft", "ops", "rest")
+SHADES = {"target": 1.0, "draft": 0.6, "ops": 0.3, "rest": 0.1}  # of a method's color, for each part of its time
+PARTS = tuple(SHADES)
 PEAK = 8.0                     # the deviation of random logits: with it, dynamic trees are as deep as a trained model's
 
 
@@ -362,7 +364,7 @@ def tau_of(record: dict) -> float:
 
 
 def plot(records: list[dict], path: Path) -> None:
-    """Stacked bars: the milliseconds that a token of one picture takes, by part."""
+    """Stacked bars: the milliseconds that a token of one picture takes, by part, in shades of its method's color."""
     groups = list(dict.fromkeys((r["size"], r["batch"]) for r in records))
     names = list(dict.fromkeys(r["method"] for r in records))
     figure, axes = plt.subplots(1, len(groups), squeeze=False, layout="constrained",
@@ -370,16 +372,19 @@ def plot(records: list[dict], path: Path) -> None:
     for axis, group in zip(axes[0], groups):
         rows = [r for r in records if (r["size"], r["batch"]) == group]
         ends = [0.0] * len(rows)
-        for part in PARTS:
+        colors = [method_color(r["method"].removeprefix("released ").split()[0]) for r in rows]
+        for part, share in SHADES.items():
             widths = [r[part] * r["step_ms"] / r["batch"] / tau_of(r) for r in rows]
-            axis.barh([r["method"] for r in rows], widths, left=ends, label=part, height=0.7)
+            axis.barh([r["method"] for r in rows], widths, left=ends, height=0.7, lw=0.5,
+                      color=[shade(color, share) for color in colors], edgecolor=colors)
             ends = [end + width for end, width in zip(ends, widths)]
         axis.invert_yaxis()
         axis.set_title(f"{group[0]}, batch of {group[1]}", fontsize=9)
         axis.set_xlabel("ms a token", fontsize=8)
         axis.tick_params(labelsize=7, labelleft=axis is axes[0][0] or len(rows) != len(names))
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(PARTS), fontsize=8, frameon=False)
+    figure.legend(handles=[Patch(facecolor=shade("black", share), edgecolor="black", lw=0.5, label=part)
+                           for part, share in SHADES.items()],
+                  loc="outside lower center", ncols=len(PARTS), fontsize=8, frameon=False)
     harness.save_plot(figure, path)
 
 

@@ -41,7 +41,7 @@ from specvis.decoding.methods import METHODS
 from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg, split_rows, take_nodes
 from specvis.models.llamagen import GPT
 from specvis.pipelines.discrete import Pipeline
-from specvis.study.plots import plt
+from specvis.study.plots import curve_styles, plt
 from specvis_kernels import gumbel_noise
 
 OTHERS = ["noto rooster", "fluent-3d axe", "noto luggage", "fluent-3d chestnut", "fluent-3d cat face", "noto banana",
@@ -279,19 +279,22 @@ def tables(records: list[dict], num_tokens: int) -> str:
 
 
 def plot(records: list[dict], num_tokens: int, path: Path) -> None:
-    """Tokens per forward by window, and their gain with its interval: a line for each number of refreshes."""
+    """Tokens per forward by window, with two standard errors over pictures, and their gain with its interval: a line
+    for each number of refreshes."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
     taken = {(r["refreshes"], r["window"]): np.array(r["forwards"]) for r in records
              if any((r["rule"], r["model"], r["refreshes"]) == (row.name, row.model, row.refreshes) for row in SHIPPED)}
     windows = sorted({window for _, window in taken})
-    for index, refreshes in enumerate(sorted({refreshes for refreshes, _ in taken}, reverse=True)):
+    counts = sorted({refreshes for refreshes, _ in taken}, reverse=True)
+    for index, (refreshes, style) in enumerate(zip(counts, reversed(curve_styles("jacobi", len(counts))))):
         own = [window for window in windows if (refreshes, window) in taken]
-        left.plot(own, [num_tokens * (1 / taken[refreshes, window]).mean() for window in own], marker="o",
-                  label=str(refreshes), color=f"C{index}")
+        beside = np.array(own) * 1.03 ** index  # bars beside each other
+        tau = [num_tokens / taken[refreshes, window] for window in own]
+        left.errorbar(beside, [each.mean() for each in tau], [2 * each.std(ddof=1) / len(each) ** 0.5 for each in tau],
+                      elinewidth=0.8, capsize=2, label=str(refreshes), **style)
         if refreshes:
             value, low, high = np.array([gain(taken[refreshes, window], taken[0, window]) for window in own]).T
-            beside = np.array(own) * 1.03 ** index  # bars beside each other
-            right.errorbar(beside, value, [value - low, high - value], capsize=2, marker="o", color=f"C{index}")
+            right.errorbar(beside, value, [value - low, high - value], capsize=2, **style)
     left.set(ylabel="tokens per forward of the target", ylim=(1, None))
     left.legend(title="refreshes")
     right.set(ylabel="gain over no refresh, %", ylim=(0, None))

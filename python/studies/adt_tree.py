@@ -165,8 +165,9 @@ def figures_4_5_9(report: DiscreteReport, section: Section) -> None:
         show(all_axes[1, i], top[i].view(side, side), "target's top-1")
         show(all_axes[2, i], draft[i].view(side, side), "draft's top-1")
         show(all_axes[3, i], gains[i].view(side, side), "tokens of the step")
-    section.figure(figure, "Pictures of EAGLE-2, the largest probability of target and draft at each token, and how "
-                           "many tokens the step gained that drew it", "-pictures")
+    section.figure(figure, "A column for each picture of EAGLE-2: the picture, and maps of the largest probability of "
+                           "the target and of the draft at each token, and of how many tokens the step gained that "
+                           "drew it; bright is much", "-pictures")
     figure, (three,) = axes(1, 3, 3.4, 3)
     for axis, (name, values) in zip(three, {"target's top-1": top, "tokens of the step": gains,
                                             "sum min(target, draft)": shared}.items()):
@@ -174,7 +175,8 @@ def figures_4_5_9(report: DiscreteReport, section: Section) -> None:
         axis.set(xticks=[], yticks=[])
         axis.set_title(f"{name}, mean of {len(top)} pictures", fontsize=8)
         figure.colorbar(image, ax=axis)
-    section.figure(figure, "Means over all pictures", "-means")
+    section.figure(figure, "Maps of means over all pictures, by position: the target's largest probability, the tokens "
+                           "that the step gained, and what target and draft share", "-means")
     texture, maps = textures(images, side), top.view(-1, side, side)
     finding = {name: correlations(a, b) for name, a, b in (
         ("the texture of its pixels with the tokens gained by the step", texture, gains),

@@ -4,7 +4,7 @@ import torch
 
 from specvis.study.discrete import Latency, PictureRun
 from specvis.study.jobs import Job
-from specvis.study.plots import method_color
+from specvis.study.plots import method_style
 
 from . import papers
 from .base import Item, item, pixels
@@ -72,7 +72,10 @@ def figure_3(report: DiscreteReport, section: Section) -> None:
     section.text("Delta of UniformRSD and COOL-SD (our `omega`): " + ", ".join(f"{x:g}" for x in scope.omega)
                  + "; lambda of LANTERN++ (our `delta`, k = 10): " + ", ".join(f"{x:g}" for x in scope.ratio)
                  + ". COOL-SD's tree is EAGLE-1's, LANTERN++'s is its own, which is larger.")
-    section.figure(plot_curves(report, every), "Distance from the baseline, and tv_excess, over tau")
+    section.figure(plot_curves(report, every),
+                   "Added total variation per token (left) and kernel distance to baseline pictures (right, band: the "
+                   "baseline's own) over tokens per target forward: a curve for each method over how much it relaxes, "
+                   "and EAGLE-1, which is lossless. Bars: two standard errors over pictures, of distances the noise")
     section.table([report.row(run) for run in every])
     report.noise(section, every)
     for number, what in (("kernel distance", "FID"), ("tv_excess", "added total variation")):
@@ -101,9 +104,9 @@ def figure_4(report: DiscreteReport, section: Section) -> None:
     report.noise(section, runs)
     figure, (both,) = axes(1, 2, 4.2, 3.2)
     for axis, number in zip(both, ("tv_excess", "kernel distance")):
-        for first, label, style in ((0, "its own residual", "o-"), (1, "the optimal residual", "o--")):
-            axis.errorbar(KS, *zip(*(report.with_error(number, run) for run in runs[first::2])), fmt=style, ms=4, lw=1,
-                          capsize=2, color=method_color("lantern++"), label=label)
+        for first, label, line in ((0, "its own residual", "-"), (1, "the optimal residual", "--")):
+            axis.errorbar(KS, *zip(*(report.with_error(number, run) for run in runs[first::2])), ls=line, lw=1,
+                          label=label, **method_style("lantern++", not first))
         axis.set(xscale="log", xlabel="k: neighbors", ylabel=number)
         axis.legend(fontsize=7)
     section.figure(figure, "tv_excess and kernel distance of LANTERN++ over k, with its own and with the optimal "
@@ -129,8 +132,8 @@ def strips(scope: DiscreteScope) -> dict[str, list[Latency]]:
 def figure_2(report: DiscreteReport, section: Section) -> None:
     jobs = strips(report.scope)
     for name, label in (("cool-sd", "COOL-SD"), ("lantern", "LANTERN, k 100")):
-        section.figure(strip(report, jobs[name]), f"{label}: each row is a prompt and a seed, each column a delta; the "
-                                                  "pictures were timed, alone", f"-{name}")
+        section.figure(strip(report, jobs[name]), f"{label}: pictures, each row is a prompt and a seed, each column a "
+                                                  "delta, above each are its seconds alone and its tau", f"-{name}")
     section.table([report.latency_row(job) for those in jobs.values() for job in those])
     section.text("COOL-SD's delta is our `omega`. What delta does to tau, by more pictures: `cool-figure-3`.")
 

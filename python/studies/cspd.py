@@ -8,6 +8,7 @@ import torch
 
 from specvis.decoding.methods import parse_method
 from specvis.study.jobs import Job
+from specvis.study.plots import method_style
 
 from . import papers
 from .base import Item, decided, item, pixels
@@ -79,10 +80,11 @@ def table_1_figure(rows: list[dict]):
     for name in FAMILIES:
         those = [row for row in rows if row["family"] == name]
         gamma = [row["gamma"] for row in those]
-        three[0].errorbar(gamma, [row["alpha"] for row in those], [row["+-"] for row in those], marker="o", label=name)
-        three[1].plot(gamma, [row["tau"] for row in those], "o-", label=name)
-        line, = three[2].plot(gamma, [row["speedup"] for row in those], "o-", label=f"{name}, seconds")
-        three[2].plot(gamma, [row["by forwards"] for row in those], "--", color=line.get_color(), label="by forwards")
+        style = method_style(name)
+        three[0].errorbar(gamma, [row["alpha"] for row in those], [row["+-"] for row in those], label=name, **style)
+        three[1].plot(gamma, [row["tau"] for row in those], label=name, **style)
+        three[2].plot(gamma, [row["speedup"] for row in those], label=f"{name}, seconds", **style)
+        three[2].plot(gamma, [row["by forwards"] for row in those], "--", color=style["color"], label="by forwards")
     three[2].plot(*zip(*PAPER.items()), "k*", label="the paper")
     three[2].axhline(1, color="gray", lw=1)
     gammas = sorted({row["gamma"] for row in rows} | set(PAPER))
@@ -121,7 +123,9 @@ def table_1(report: ContinuousReport, section: Section) -> None:
         "gamma + 1 variants of the image a forward, nor the denoising of resampled tokens.",
         published())
     section.table(rows)
-    section.figure(table_1_figure(rows), "Acceptance, tokens per target forward and speedup over gamma")
+    section.figure(table_1_figure(rows), "Acceptance, tokens per target forward and speedup over gamma, a curve for "
+                                         "each method: bars are 95 % intervals, dashed curves what forwards alone "
+                                         "would give, stars the paper's")
     released = [row for row in rows if row["family"] == "cspd-released"]
     speedups = [row["speedup"] for row in released]
     half = report.timing_error
@@ -204,13 +208,13 @@ def batch(report: ContinuousReport, section: Section) -> None:
     section.table(rows)
     figure, ((axis,),) = axes(1, 1, 4.4, 3.2)
     for label in dict.fromkeys(row["method"] for row in rows):
-        axis.plot(*zip(*((row["batch"], row["seconds a token"]) for row in rows if row["method"] == label)), "o-",
-                  label=label)
+        axis.plot(*zip(*((row["batch"], row["seconds a token"]) for row in rows if row["method"] == label)),
+                  label=label, **method_style(label))
     axis.set_xscale("log", base=2)
     axis.set_xticks(scope.batch_sizes, [str(size) for size in scope.batch_sizes])
     axis.set(xlabel="batch", ylabel="seconds a token of one image", yscale="log")
     axis.legend(fontsize=7)
-    section.figure(figure, "Seconds a token over the batch size")
+    section.figure(figure, "Seconds a token of one image over the batch size, a curve for each method")
     speedups = {row["batch"]: row["speedup"] for row in rows if row["method"].startswith("cspd-released")}
     smallest, largest = min(speedups), max(speedups)
     gains = [papers.value("cspd-table-1", f"speed-up, batch {size}", target="H", draft="B", gamma=32)
@@ -233,8 +237,8 @@ def figure_9(report: ContinuousReport, section: Section) -> None:
         columns[f"{run.method.label}, verified"] = decoded.tokens
     count = min(len(tokens) for tokens in columns.values())
     section.figure(gallery(study, {name: tokens[:count] for name, tokens in columns.items()}),
-                   "Each row is a prompt and a seed. Drafts: the verified ones, the picture's own "
-                   "tokens elsewhere")
+                   "Pictures, each row is a prompt and a seed, each column a method, its drafts or what was made of "
+                   "them. Drafts: the verified ones, the picture's own tokens elsewhere")
     section.text("Prompts: " + "; ".join(study.prompts[i % len(study.prompts)] for i in range(count)) + ".")
 
 
@@ -271,12 +275,13 @@ def figure_11(report: ContinuousReport, section: Section) -> None:
                      "+-": half_interval(num_accepted, num_verified)}
                     for i, (num_accepted, num_verified) in enumerate(counts) if num_verified]
         axis.errorbar([row["from token"] + width / 2 for row in run_rows], [row["alpha"] for row in run_rows],
-                      [row["+-"] for row in run_rows], marker="o", ms=3, lw=1, capsize=2, label=run.method.label)
+                      [row["+-"] for row in run_rows], ms=3, lw=1, capsize=2, label=run.method.label,
+                      **method_style(run.method.name))
         rows += run_rows
     axis.set(xlabel="tokens known", ylabel="alpha")
     axis.legend(fontsize=7)
-    section.figure(figure, f"Share of drafts accepted, over windows of {width} tokens of the order; bars are binomial "
-                           "95 % intervals")
+    section.figure(figure, f"Share of drafts accepted, over windows of {width} tokens of the order, a curve for each "
+                           "method; bars are binomial 95 % intervals")
     section.table(rows)
 
 
@@ -300,14 +305,15 @@ def over(report: ContinuousReport, section: Section, name: str) -> None:
     rows = []
     for those in zip(*runs.values()):
         alphas = [report.study.pictures(run).alpha for run in those]
-        axis.errorbar(list(runs), *zip(*alphas), marker="o", capsize=2, label=those[0].method.label)
+        label = those[0].method.label
+        axis.errorbar(list(runs), *zip(*alphas), capsize=2, label=label, **method_style(label))
         rows += [{"method": run.method.label, "guidance": f"{run.guidance:g}", "T": f"{run.temperature:g}",
                   "pictures": run.count, "alpha": alpha, "+-": half} for run, (alpha, half) in zip(those, alphas)]
     axis.set(xlabel=name, ylabel="alpha")
     axis.legend(fontsize=6)
     section.text("With block conditioning and nothing truncated, which costs least: alpha is what is asked. A draft "
                  "that is verified given those before it is accepted at another rate (`table-1`).")
-    section.figure(figure, f"Share of drafts accepted over the {name}, with 95 % intervals")
+    section.figure(figure, f"Share of drafts accepted over the {name}, a curve for each method, with 95 % intervals")
     section.table(rows)
 
 
@@ -337,7 +343,8 @@ def figure_15(report: ContinuousReport, section: Section) -> None:
                                     "median": pictures.num_tries.float().median().item(),
                                     "out of tries": out.float().mean().item(), "bound": run.method.max_tries})
         if family_rows:
-            axis.plot(*zip(*((row["gamma"], row["mean tries"]) for row in family_rows)), "o-", label=name)
+            axis.plot(*zip(*((row["gamma"], row["mean tries"]) for row in family_rows)), label=name,
+                      **method_style(name))
         rows += family_rows
     if not rows:
         section.text("No draft was rejected.")
@@ -345,7 +352,7 @@ def figure_15(report: ContinuousReport, section: Section) -> None:
     over_gamma(axis, "mean tries of a resampled token", sorted({row["gamma"] for row in rows}))
     section.text("Out of tries: the share of resampled tokens that reached the bound; the token is then the target's "
                  "own sample (in the release, zero).")
-    section.figure(figure, "Mean tries of a resampled token over gamma")
+    section.figure(figure, "Mean tries of a resampled token over gamma, a curve for each method")
     section.table(rows)
 
 
@@ -367,5 +374,5 @@ def figure_16(report: ContinuousReport, section: Section) -> None:
                  for i, (count, value) in enumerate(zip(verified.tolist(), alpha.flat)) if count]
     figure.colorbar(image, ax=line, label="alpha")
     section.text("All gamma of `table-1` together: the same pictures over and over, so that prompts weigh in it.")
-    section.figure(figure, "Share of drafts accepted at each position of the picture")
+    section.figure(figure, "A map for each method: the share of drafts accepted at each position of the picture")
     section.table(rows, csv_only=True)

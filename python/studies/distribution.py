@@ -153,8 +153,9 @@ def distribution(report: ContinuousReport, section: Section) -> None:
                  "model alone, and blank where not even that differs. To keep one token's distribution is necessary, "
                  "not sufficient.")
     section.table(rows)
-    section.figure(distance_figure(study, rows, states[0]), "Distance from the target's distribution (line: where a "
-                   "difference is believed), and samples of the first state")
+    section.figure(distance_figure(study, rows, states[0]), "Left: distance from the target's distribution, a bar "
+                   "for each method (red and beyond the line: it differs). Right: densities of the samples of the "
+                   "first state, a curve for each method, from the target's mean to the draft's")
     report.results["Distribution"] = f"Of the next token: {distributions_kept(rows)}"
     section.text(report.results["Distribution"])
     for state in several(scope):
@@ -178,8 +179,9 @@ def joint_distribution(report: ContinuousReport, section: Section, state: dict[s
     section.text(f"The next {JOINT_TOKENS} tokens jointly, {report.scope.joint_draws} draws from one state ({known} "
                  "known), with MAR's own parallel decoding beside:")
     section.table(rows, "-several")
-    section.figure(distance_figure(study, rows, state), f"Distance and samples of {JOINT_TOKENS} joint tokens",
-                   "-several")
+    section.figure(distance_figure(study, rows, state), "Left: distance from the target's distribution of "
+                   f"{JOINT_TOKENS} joint tokens, a bar for each method. Right: densities of their samples, "
+                   "a curve for each method", "-several")
     kept = f"Of {JOINT_TOKENS} tokens jointly: {distributions_kept(rows)}"
     section.text(kept)
     report.results["Distribution"] += f" {kept}"

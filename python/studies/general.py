@@ -1,57 +1,67 @@
 """What belongs to no paper: every method's speed against its fidelity, every method's latency, and the curves that
 several papers draw."""
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from specvis.decoding.methods import METHODS, Method
 from specvis.study.discrete import Latency, PictureRun
+from specvis.study.plots import curve_styles, method_color, method_style
 
 from .base import Finding, Item, item
 from .discrete import DiscreteReport, DiscreteScope
-from .page import Section, axes
+from .page import Section, axes, label
 
 ITEMS: dict[str, Item] = {}
+TAU, EXCESS = "tau: tokens per target forward", "tv_excess: added total variation per token"
 
 
 def families(scope: DiscreteScope) -> dict[str, Callable[[Method], bool]]:
     """The curves: each is a method whose runs differ in one parameter."""
     def lantern_of(k: int):
-        return lambda method: method.name == "lantern" and method.acceptance.k == k
+        return lambda method: PictureRun(method) in scope.grid and method.acceptance.k == k
 
     return {f"LANTERN, k {k}": lantern_of(k) for k in scope.k} | {
-        "LANTERN++": lambda method: method.name == "lantern++" and method.acceptance.residual == "relaxed",
-        "LANTERN++ with G*": lambda method: method.name == "lantern++" and method.acceptance.residual == "optimal",
+        "LANTERN++": lambda method: method.name == "lantern++",
         "UniformRSD": lambda method: method.name == "uniform-rsd",
         "COOL-SD": lambda method: method.name == "cool-sd",
     }
 
 
-def plot_curves(report: DiscreteReport, runs: list[PictureRun]):
-    """A figure of distances and tv_excess over tau: runs of a family as curves, other runs by name."""
-    def point(run: PictureRun, distance: str | None) -> tuple[float, float]:
-        height = report.tv_excess(run) if distance is None else report.quality(run)[distance].value
-        return report.study.pictures(run).tau, height
+def plot_curves(report: DiscreteReport, runs: list[PictureRun], timed: Sequence[Latency] = ()):
+    """A figure of tv_excess and of kernel distance over tau: runs of a family as curves, other runs by name; and, of
+    what is `timed`, of speed over tv_excess."""
+    def point(run: PictureRun) -> tuple[tuple[float, float], ...]:
+        """tau, tv_excess and kernel distance, each with its error."""
+        return tuple(report.with_error(number, run) for number in ("tau", "tv_excess", "kernel distance"))
 
-    figure, (three,) = axes(1, 3, 4.6, 3.8)
-    for axis, distance in zip(three, ("Frechet distance", "kernel distance", None)):
-        if distance is not None:
-            score = report.quality(runs[-1])[distance]
-            axis.axhspan(score.baseline - score.noise, score.baseline + score.noise, color="gray", alpha=0.25,
-                         label="baseline")
-        alone = list(runs)
-        for family, holds in families(report.scope).items():
-            those = [run for run in runs if holds(run.method)]
-            alone = [run for run in alone if run not in those]
-            if those:
-                axis.plot(*zip(*sorted(point(run, distance) for run in those)), "o-", ms=4, lw=1, label=family)
-        for run in alone:
-            axis.plot(*point(run, distance), "k*" if run.method.lossless else "kx", ms=6)
-            axis.annotate(run.method.label, point(run, distance), fontsize=6, xytext=(3, 3),
-                          textcoords="offset points")
-        axis.set(xlabel="tau: tokens per target forward",
-                 ylabel=distance or "tv_excess: added total variation per token")
-    figure.legend(*three[0].get_legend_handles_labels(), loc="outside right center", fontsize=7)
+    figure, (panels,) = axes(1, 2 + bool(timed), 4.6, 3.8)
+    curves = {family: [run for run in runs if holds(run.method)] for family, holds in families(report.scope).items()}
+    names = [those[0].method.name for those in curves.values() if those]
+    styles = {name: iter(curve_styles(name, names.count(name))) for name in names}
+    drawn = [(those, next(styles[those[0].method.name]) | {"mfc": "white", "label": family})
+             for family, those in curves.items() if those]
+    alone = [run for run in runs if not any(run in those for those in curves.values())]
+    drawn += [([run], method_style(run.method.name, run.method.lossless)) for run in alone]
+    score = report.quality(runs[-1])["kernel distance"]
+    panels[1].axhspan(score.baseline - score.noise, score.baseline + score.noise, color="gray", alpha=0.25,
+                      label="baseline")
+    for axis, height, name in ((panels[0], 1, EXCESS), (panels[1], 2, "kernel distance")):
+        for those, style in drawn:
+            points = np.array(sorted(map(point, those)))
+            (x, x_error), (y, y_error) = points[:, 0].T, points[:, height].T
+            axis.errorbar(x, y, y_error, x_error, ms=5, lw=1, elinewidth=0.4, **style)
+            if those[0] in alone:
+                label(axis, those[0].method.label, (x[0], y[0]))
+        axis.set(xlabel=TAU, ylabel=name)
+    for job in timed:
+        row, run = report.latency_row(job), PictureRun(job.method)
+        x, error = (0.0, 0.0) if job.method.lossless else report.with_error("tv_excess", run)
+        panels[2].errorbar(x, row["speedup"], [[row["speedup"] - row["min"]], [row["max"] - row["speedup"]]], error,
+                           ms=5, elinewidth=0.4, **method_style(job.method.name, job.method.lossless))
+        label(panels[2], job.method.label, (x, row["speedup"]))
+        panels[2].set(xlabel=EXCESS, ylabel="speedup over the baseline, single pictures")
+    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside right center", fontsize=7)
     return figure
 
 
@@ -88,15 +98,21 @@ def all_methods(scope: DiscreteScope) -> Iterator[PictureRun]:
 
 
 @item(ITEMS, "trade-off", "Every method: speed against fidelity",
-      lambda scope: [scope.baseline(), *all_methods(scope)])
+      lambda scope: [scope.baseline(), *all_methods(scope), *latencies(scope)])
 def trade_off(report: DiscreteReport, section: Section) -> None:
-    runs = list(dict.fromkeys(all_methods(report.scope)))
-    rows = sorted((report.row(run) for run in runs), key=lambda row: row["tau"])
-    section.text("tau is tokens per target forward (of trees of `nodes` nodes), of pictures decoded in batches; "
-                 "seconds of single pictures are in `latency`. tv_excess is the added total variation per token, "
-                 "estimated: what relaxed acceptance added.")
-    section.figure(plot_curves(report, runs), "Speed against distance from baseline pictures (band: the baseline's "
-                                              "own), and against tv_excess; stars are lossless")
+    runs, timed = list(dict.fromkeys(all_methods(report.scope))), latencies(report.scope)
+    speedups = {job.method: {"speedup": report.latency_row(job)["speedup"]} for job in timed}
+    rows = sorted((report.row(run) | speedups.get(run.method, {}) for run in runs), key=lambda row: row["tau"])
+    section.text("tau is tokens per target forward (of trees of `nodes` nodes), of pictures decoded in batches. "
+                 "speedup is in seconds of single pictures, of the methods that `latency` times: as their recipes "
+                 "have them, so that Jacobi decoding chooses its window. tv_excess is the added total variation per "
+                 "token, estimated: what relaxed acceptance added.")
+    section.figure(plot_curves(report, runs, timed),
+                   "Left and middle: added total variation per token and kernel distance to baseline pictures (band: "
+                   "the baseline's own), over tokens per target forward, a curve for each relaxed method over how much "
+                   "it relaxes and a point for each other run. Right: speedup in seconds over added total variation, a "
+                   "point for each method. Full markers are lossless. Bars: two standard errors over pictures, of "
+                   "distances the noise, of speedups the range over pictures")
     section.table(rows)
     report.noise(section, runs)
     best = []
@@ -124,11 +140,12 @@ def latency(report: DiscreteReport, section: Section) -> None:
     names = [row["method"] for row in rows]
     middle = np.array([row["speedup"] for row in rows])
     spread = np.array([[row["speedup"] - row["min"], row["max"] - row["speedup"]] for row in rows]).T
-    axis.barh(names, middle, xerr=spread, color="tab:blue", ecolor="gray")
+    axis.barh(names, middle, xerr=spread, color=[method_color(name) for name in names], ecolor="gray")
     axis.axvline(1, color="black", lw=1)
     axis.invert_yaxis()
     axis.set(xlabel="speedup over the baseline, single pictures")
-    section.figure(figure, "Median and range of the speedup in seconds, batch 1")
+    section.figure(figure, "Speedup over the baseline in seconds of single pictures, a bar for each method: median "
+                           "and range over pictures; the line at 1 is the baseline")
     fastest = max(rows, key=lambda row: row["speedup"])
     section.claim("speculative decoding is faster than baseline decoding (on GPUs)",
                   True if max(row["min"] for row in rows) > 1 else

@@ -2,12 +2,15 @@
 are verified as it is."""
 from dataclasses import replace
 
+import numpy as np
+
 from specvis.study.discrete import Latency, PictureRun
+from specvis.study.plots import curve_styles, method_color, method_style
 
 from . import papers
 from .base import Item, item, mean_and_half
 from .discrete import DiscreteReport, DiscreteScope
-from .page import Section, axes
+from .page import Section, axes, label
 
 ITEMS: dict[str, Item] = {}
 WINDOWS = (1, 2, 4, 8, 16, 32)
@@ -63,23 +66,25 @@ def jacobi_window(report: DiscreteReport, section: Section) -> None:
                  "seed; `auto` is the window that the method chooses once for this machine:")
     section.table(latencies, "-seconds")
     figure, ((left, right),) = axes(1, 2, 4.4, 3.2)
-    for name, rows in curves.items():
+    for (name, rows), style in zip(curves.items(), curve_styles("jacobi", len(curves))):
         left.errorbar([row["window"] for row in rows], [row["tau"] for row in rows], [row["+-"] for row in rows],
-                      fmt="o-", ms=4, lw=1, capsize=2, label=name)
+                      ms=4, lw=1, capsize=2, label=name, **style)
     left.set(xscale="log", xlabel="window", ylabel="tau: tokens per target forward")
     left.set_xticks(windows(report.scope), windows(report.scope))
     left.legend(fontsize=7)
     timed = latencies[:-1]
     right.errorbar(windows(report.scope), [row["speedup"] for row in timed],
                    [[row["speedup"] - row["min"] for row in timed], [row["max"] - row["speedup"] for row in timed]],
-                   fmt="o-", ms=4, lw=1, capsize=2)
-    right.axhline(latencies[-1]["speedup"], color="tab:green", lw=1, label="window=auto")
+                   ms=4, lw=1, capsize=2, **method_style("jacobi"))
+    right.axhline(latencies[-1]["speedup"], color=method_color("jacobi"), ls="--", lw=1, label="window=auto")
     right.axhline(1, color="black", lw=1, label="baseline")
     right.set(xscale="log", xlabel="window", ylabel="speedup over the baseline, single pictures")
     right.set_xticks(windows(report.scope), windows(report.scope))
     right.legend(fontsize=7)
-    section.figure(figure, "Tokens per target forward and speed over the window; bars: two standard errors, and the "
-                           "range over pictures")
+    section.figure(figure, "Left: tokens per target forward over the window, a curve for each temperature and one with "
+                           "guesses from the last row; bars are two standard errors over pictures. Right: speedup over "
+                           "the baseline in seconds of single pictures; bars are the range over pictures, lines the "
+                           "baseline and the window that the method chooses")
 
 
 def batch_latencies(scope: DiscreteScope) -> list[Latency]:
@@ -93,15 +98,17 @@ def jacobi_batch(report: DiscreteReport, section: Section) -> None:
                  "forwards are bound by arithmetic, so the best window shrinks while the batch grows.")
     section.table(rows)
     figure, ((axis,),) = axes(1, 1, 5.4, 3.2)
-    for W in BATCH_WINDOWS:
+    for W, style in zip(BATCH_WINDOWS, curve_styles("jacobi", len(BATCH_WINDOWS))):
         those = [row for row, job in zip(rows, batch_latencies(report.scope)) if job.method.drafts.window == W]
-        axis.plot(BATCHES, [row["speedup"] for row in those], "o-", ms=4, lw=2 if W == "auto" else 1,
-                  label=f"window={W}")
+        speedup, least, most = np.array([[row[name] for name in ("speedup", "min", "max")] for row in those]).T
+        axis.errorbar(BATCHES, speedup, [speedup - least, most - speedup], ms=4, lw=2 if W == "auto" else 1,
+                      elinewidth=0.5, capsize=2, label=f"window={W}", **style)
     axis.axhline(1, color="black", lw=1)
     axis.set(xscale="log", xlabel="batch size", ylabel="speedup over the baseline at this batch size")
     axis.set_xticks(BATCHES, BATCHES)
     axis.legend(fontsize=7)
-    section.figure(figure, "Speed over the batch size, median of the batches")
+    section.figure(figure, "Speedup over the baseline in seconds, over the batch size, a curve for each window: median "
+                           "and range of the batches; the line at 1 is the baseline")
 
 
 def relaxed_runs(scope: DiscreteScope) -> list[PictureRun]:
@@ -128,12 +135,13 @@ def jacobi_relaxed(report: DiscreteReport, section: Section) -> None:
     report.noise(section, runs)
     figure, ((axis,),) = axes(1, 1, 6, 3.6)
     for run in runs:
-        point = report.tv_excess(run), report.study.pictures(run).tau
-        axis.plot(*point, "k*" if run.method.lossless else "kx", ms=6)
-        axis.annotate(run.method.label.replace("jacobi:seed_exact=false:", ""), point, fontsize=5, xytext=(3, 3),
-                      textcoords="offset points")
+        (x, x_error), (y, y_error) = report.with_error("tv_excess", run), report.with_error("tau", run)
+        axis.errorbar(x, y, y_error, x_error, ms=5, elinewidth=0.5,
+                      **method_style(run.method.name, run.method.lossless))
+        label(axis, run.method.label.replace("jacobi:seed_exact=false:", ""), (x, y))
     axis.set(xlabel="tv_excess: added total variation per token", ylabel="tau: tokens per target forward")
-    section.figure(figure, "What relaxing Jacobi decoding buys; stars are lossless")
+    section.figure(figure, "Tokens per target forward over added total variation per token, a point for each run; full "
+                           "markers are lossless; bars are two standard errors over pictures")
     coupled, uncoupled, group = (PictureRun.of(text) for text in (
         "jacobi:seed_exact=false", "jacobi:seed_exact=false:coupling=none", "gsd"))
     for text, a, b, margin in (

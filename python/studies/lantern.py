@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from specvis.study.discrete import Latency, PictureRun
+from specvis.study.plots import curve_styles, method_style
 
 from . import papers
-from .base import Item, item, pixels
+from .base import Item, item, mean_and_half, pixels
 from .discrete import EAGLE2, TREES, DiscreteReport, DiscreteScope, lantern
 from .page import Section, axes, heatmap, show
 from .quality import network
@@ -168,7 +169,8 @@ def figure_3(report: DiscreteReport, section: Section) -> None:
     for column, (name, these) in enumerate(pictures.items()):
         for line, picture in enumerate(these[:count]):
             show(all_axes[line, column], picture, name if line == 0 else "")
-    section.figure(figure, "Every code of a picture replaced by one drawn uniformly among its nearest, itself counted")
+    section.figure(figure, "Pictures, a row for each: as drawn in the first column, then with every code replaced by "
+                           "one drawn uniformly among its nearest, itself counted, ever more of them")
     drawn = pictures["as drawn"].astype(np.float64)
 
     def cosine(name):
@@ -197,25 +199,30 @@ def figures_5_7(report: DiscreteReport, section: Section) -> None:
     names = list(report.quality(runs[scope.k[0], scope.delta[0]]))
     values = {name: np.array([[report.quality(runs[k, d])[name].value for d in scope.delta] for k in scope.k])
               for name in names}
-    tau = np.array([[study.pictures(runs[k, d]).tau for d in scope.delta] for k in scope.k])
+    tau, errors = np.array([[mean_and_half(study.pictures(runs[k, d]).decoded.tau) for d in scope.delta]
+                            for k in scope.k]).transpose(2, 0, 1)
     figure, (all_axes,) = axes(1, len(names), 3.6, 3.2)
     for axis, name in zip(all_axes, names):
-        for k, x, y in zip(scope.k, tau, values[name]):
-            axis.plot(x, y, "o-", ms=4, lw=1, label=f"k {k}")
         score = report.quality(PictureRun.of(EAGLE2))[name]
-        axis.plot(study.pictures(PictureRun.of(EAGLE2)).tau, score.value, "k*", label="EAGLE-2")
+        for k, x, error, y, style in zip(scope.k, tau, errors, values[name], curve_styles("lantern", len(scope.k))):
+            axis.errorbar(x, y, score.noise, error, ms=4, lw=1, elinewidth=0.4, label=f"k {k}", **style)
+        x, error = mean_and_half(study.pictures(PictureRun.of(EAGLE2)).decoded.tau)
+        axis.errorbar(x, score.value, score.noise, error, elinewidth=0.4, label="EAGLE-2", **method_style("eagle2"))
         axis.axhspan(score.baseline - score.noise, score.baseline + score.noise, color="gray", alpha=0.25)
         axis.set(xlabel="tau", ylabel=name)
         axis.legend(fontsize=6)
-    section.figure(figure, "Each curve is a k, each point a delta; the band is the baseline and its noise", "-curves")
+    section.figure(figure, "Distances to baseline pictures and scores, over tau: a curve for each k, a point for each "
+                           "delta, and EAGLE-2 without relaxation; bars are the noise and two standard errors of tau, "
+                           "the band is the baseline with its noise", "-curves")
     figure, (all_axes,) = axes(1, 1 + len(names), 3.0, 2.6)
     for axis, (name, table) in zip(all_axes, {"tau": tau, **values}.items()):
         heatmap(axis, table, scope.k, scope.delta, name, ("k", "delta"))
-    section.figure(figure, "The curves as numbers", "-grid")
+    section.figure(figure, "Colored tables of tau, and of every distance and score: a row for each k, a column for "
+                           "each delta", "-grid")
     for index in (0, 2, 5):
         if index < study.num_images:
-            section.figure(picture_grid(report, runs, index), "Pictures over k and delta, "
-                           f"{study.prompts[index % len(study.prompts)]!r}", f"-pictures-{index}")
+            section.figure(picture_grid(report, runs, index), "A picture, a row for each k, a column for the baseline "
+                           f"and for each delta, {study.prompts[index % len(study.prompts)]!r}", f"-pictures-{index}")
     small, more, large = (runs[key] for key in ((scope.k[0], scope.delta[0]), (scope.k[-1], scope.delta[0]),
                                                 (scope.k[-1], scope.delta[-1])))
     faster = report.contrast("tau", {large: 1.0, small: -1.0})

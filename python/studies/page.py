@@ -5,12 +5,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from matplotlib.patheffects import withStroke
+from matplotlib.text import Annotation
+from matplotlib.transforms import Bbox
 
 from specvis.files import csv_text, write_whole
 from specvis.study.plots import plt, save_figure
 
 from . import papers
 from .quality import Score
+
+LABEL_GAP = 5  # from a point to its label, in typographic points
 
 
 @dataclass
@@ -86,6 +91,7 @@ class Section:
         strip = 0.085 * len(lines) / height
         figure.get_layout_engine().set(rect=(0, strip, 1, 1 - strip))
         figure.text(0.995, 0.03 / height, "\n".join(lines), fontsize=5, ha="right", va="bottom", color="gray")
+        spread_labels(figure)
         save_figure(figure, path)
         self.parts.append(f"![{caption}]({path.name})\n\n*{caption}*")
 
@@ -116,6 +122,37 @@ def axes(rows: int, columns: int, width: float, height: float, **others):
     """A figure of rows x columns plots, each width x height inches."""
     return plt.subplots(rows, columns, squeeze=False, figsize=(width * columns, height * rows + 0.1),
                         layout="constrained", **others)
+
+
+def label(axis, text: str, point: tuple[float, float]) -> None:
+    """Name a point. `Section.figure` finds the place, within the axis, so that the layout leaves no space for it."""
+    axis.annotate(text, point, (LABEL_GAP, 0), textcoords="offset points", va="center", fontsize=6, in_layout=False,
+                  path_effects=[withStroke(linewidth=1.5, foreground="white")])  # it is read over bars and lines
+
+
+def spread_labels(figure) -> None:
+    """Move the labels up or down, on either side of their points, to the nearest place within the axis that overlaps
+    no other label and no point; if there is no such place, to where it overlaps fewest."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # a second layout would shift the points a little
+    pixels = figure.dpi / 72  # of a typographic point
+    gap = LABEL_GAP * pixels
+    for axis in figure.axes:
+        points = [point for line in axis.lines for point in line.get_transform().transform(line.get_xydata())]
+        taken = [Bbox.from_bounds(*(point - gap / 2), gap, gap) for point in points]
+        for text in sorted((text for text in axis.texts if isinstance(text, Annotation)), key=lambda text: text.xy[1]):
+            box = text.get_window_extent()
+            step, reach = 1.05 * box.height, int(axis.bbox.height / box.height)
+            places = [box.translated(shift, n * step) for n in sorted(range(-reach, reach + 1), key=abs)
+                      for shift in (0, -box.width - 2 * gap)]
+            place = min(places, key=lambda place: (axis.bbox.count_contains(place.get_points()) < 2,
+                                                   place.count_overlaps(taken)))
+            taken.append(place)
+            is_right, offset = place.x0 == box.x0, (place.y0 - box.y0) / pixels
+            text.set(ha="left" if is_right else "right", position=(LABEL_GAP if is_right else -LABEL_GAP, offset))
+            if offset:
+                axis.annotate("", text.xy, text.get_position(), textcoords="offset points",
+                              arrowprops={"arrowstyle": "-", "lw": 0.4, "color": "gray", "shrinkA": 0})
 
 
 def heatmap(axis, values, rows, columns, title: str, names: tuple[str, str]) -> None:

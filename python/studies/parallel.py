@@ -3,12 +3,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from specvis.study.plots import method_style
+
 from . import papers
 from .base import Item, features, item
 from .continuous import ContinuousReport, ContinuousRun, ContinuousScope
 from .cspd import baselines, gallery
 from .distances import SampleDistance
-from .page import Section, axes
+from .page import Section, axes, label
 from .quality import kernel_distance
 
 ITEMS: dict[str, Item] = {}
@@ -49,12 +51,10 @@ def distance_and_speed(report: ContinuousReport, runs: list[ContinuousRun]) -> l
 def parallel_figure(rows: list[dict]):
     """Speedup against kernel distance above the baseline's own."""
     figure, ((axis,),) = axes(1, 1, 6, 4)
-    for which, marker, label in (("no", "s", "parallel"), ("yes", "o", "speculative")):
-        those = [row for row in rows if row["speculative"] == which]
-        points = [(row["speedup"], row["kernel distance"] - row["baseline"]) for row in those]
-        axis.errorbar(*zip(*points), [row["+-"] for row in those], fmt=marker, ms=5, lw=0.5, capsize=2, label=label)
-        for row, point in zip(those, points):
-            axis.annotate(row["method"], point, fontsize=5, xytext=(3, 3), textcoords="offset points")
+    for row in rows:
+        point = row["speedup"], row["kernel distance"] - row["baseline"]
+        axis.errorbar(*point, row["+-"], ms=5, elinewidth=0.5, capsize=2, **method_style(row["method"]))
+        label(axis, row["method"], point)
     axis.axhline(0, color="gray", lw=1, label="baseline")
     axis.set(xlabel="speedup over the baseline at the same batch size, seconds",
              ylabel="kernel distance above the baseline's own", xscale="log")
@@ -102,11 +102,12 @@ def parallel(report: ContinuousReport, section: Section) -> None:
                  "baseline's. With so few pictures only large differences show: `distribution` has what sets of tokens "
                  "tell. Speedups are against the baseline at the run's own batch size.")
     section.table(rows)
-    section.figure(parallel_figure(rows), "Speed against the distance from baseline pictures; bars are two standard "
-                                          "deviations of chance")
+    section.figure(parallel_figure(rows), "Kernel distance to baseline pictures, above the baseline's own, over the "
+                                          "speedup in seconds, a point for each run; bars are two standard deviations "
+                                          "of chance")
     runs = [scope.run("mar"), *parallel_runs(scope)[::-1], *scope.middles]
     section.figure(gallery(study, {run.method.label: study.pictures(run).decoded.tokens[:scope.few] for run in runs}),
-                   "The same prompts and seeds", "-pictures")
+                   "Pictures, each row is a prompt and a seed, each column a method", "-pictures")
     section.text(report.results["Parallel decoding"])
     speculative, others = ([row for row in rows if row["speculative"] == which] for which in ("yes", "no"))
     faster = [row for row in speculative if any(other["target_forwards"] >= row["target_forwards"]
@@ -140,7 +141,7 @@ def disa(report: ContinuousReport, section: Section) -> None:
                  "there are fewer steps, so the pictures of a seed differ.")
     section.table(rows)
     section.figure(gallery(study, {run.method.label: study.pictures(run).decoded.tokens[:scope.few] for run in runs}),
-                   "The same prompts and seeds", "-pictures")
+                   "Pictures, each row is a prompt and a seed, each column a method", "-pictures")
     gains = [few["speedup"] / own["speedup"] for own, few in zip(rows[::2], rows[1::2])]
     shifts = [few["kernel distance"] - own["kernel distance"] for own, few in zip(rows[::2], rows[1::2])]
     noise = max(row["+-"] for row in rows)

@@ -5,8 +5,9 @@ import torch
 from specvis.decoding.methods import parse_method
 from specvis.pipelines.positions import steps_gain
 from specvis.study.discrete import BATCH, PictureRun
+from specvis.study.plots import method_color
 
-from .base import Item, item
+from .base import Item, item, mean_and_half
 from .discrete import DiscreteReport, DiscreteScope
 from .page import Section, axes
 
@@ -29,19 +30,21 @@ def figures_1_2(report: DiscreteReport, section: Section) -> None:
         axis.set(xticks=[], yticks=[])
         axis.set_title(f"{text}, mean {values.mean():.2f}", fontsize=8)
     figure.colorbar(image, ax=all_axes, label="tokens of the step")
-    section.figure(figure, "Tokens gained by the step that drew each position, mean over pictures, temperature 1 (a "
-                           "step of many tokens counts at many positions: these means exceed tau)", "-maps")
+    section.figure(figure, "A map for each method: tokens gained by the step that drew each position, mean over "
+                           "pictures, temperature 1 (a step of many tokens counts at many positions: these means "
+                           "exceed tau)", "-maps")
     figure, (all_axes,) = axes(1, len(COMPARED), 2.1, 2.2)
     rows, longest = [], max(those.accepted_per_step.max().item() for those in pictures.values())
     for axis, (text, those) in zip(all_axes, pictures.items()):
         lengths = those.accepted_per_step
         share = torch.bincount(lengths, minlength=longest + 1).float() / len(lengths)
-        axis.bar(range(longest + 1), share.numpy())
+        axis.bar(range(longest + 1), share.numpy(), color=method_color(text))
         axis.set(ylim=(0, 1), xlabel="accepted drafts")
         axis.set_title(text, fontsize=8)
         rows.append({"method": text, **{f"{n}": value.item() for n, value in enumerate(share)},
                      "mean accepted drafts": lengths.float().mean().item()})
-    section.figure(figure, "How many drafts a step accepts, share of steps", "-lengths")
+    section.figure(figure, "Bars for each method: the share of steps, from 0 to 1, over how many drafts they accept",
+                   "-lengths")
     section.table(rows)
     generator, each = torch.Generator().manual_seed(0), gains["eagle2"]
     orders = torch.stack([torch.stack([torch.randperm(side * side, generator=generator) for _ in each])
@@ -67,7 +70,7 @@ def figure_7(report: DiscreteReport, section: Section) -> None:
     rows, tau, usual = [], {}, report.study.settings["guidance"]
     for run in figure_7_runs(report.scope):
         pictures = report.study.pictures(run)
-        tau[run.method.name, run.guidance, run.method.drafts.draft_guidance] = pictures.tau
+        tau[run.method.name, run.guidance, run.method.drafts.draft_guidance] = mean_and_half(pictures.decoded.tau)
         rows.append({"method": run.method.name, "guidance": f"{run.guidance or usual:g}",
                      "draft model": "guided" if run.method.drafts.draft_guidance else "not guided", "tau": pictures.tau,
                      "acceptance": pictures.decoded.acceptance_rate})
@@ -76,10 +79,12 @@ def figure_7(report: DiscreteReport, section: Section) -> None:
     section.table(rows)
     figure, (all_axes,) = axes(1, 2, 3.6, 2.8)
     for axis, guidance in zip(all_axes, (None, 3.0)):
-        for shift, share, label in ((-0.2, 1.0, "guided draft model"), (0.2, 0.0, "not guided")):
-            heights = [tau[text, guidance, share] for text in GUIDED]
-            axis.bar(np.arange(len(GUIDED)) + shift, heights, 0.4, label=label)
+        for shift, share, label, hatch in ((-0.2, 1.0, "guided draft model", ""), (0.2, 0.0, "not guided", "///")):
+            heights, errors = zip(*(tau[text, guidance, share] for text in GUIDED))
+            axis.bar(np.arange(len(GUIDED)) + shift, heights, 0.4, yerr=errors, label=label, hatch=hatch,
+                     color=[method_color(text) for text in GUIDED], edgecolor="white", ecolor="gray")
         axis.set(xticks=range(len(GUIDED)), xticklabels=GUIDED, ylabel="tau",
                  title=f"guidance {guidance or usual:g}")
         axis.legend(fontsize=7)
-    section.figure(figure, "tau with and without guidance of the draft model")
+    section.figure(figure, "tau of each method, with the draft model guided (full bars) and not (hatched), left with "
+                           "the usual guidance and right with 3; lines are two standard errors over pictures")

@@ -5,7 +5,7 @@ from pathlib import Path
 from ..pipelines.discrete import Pipeline
 from ..pipelines.positions import forward_numbers
 from ..study import plots
-from ..study.plots import plt
+from ..study.plots import method_style, plt
 from .runs import ComparedResult, Pipelines
 
 SHOWN = 6  # pictures in the figure of jacobi
@@ -74,12 +74,13 @@ def draw_windows(figure, baseline: str, windows: dict[int, ComparedResult], coun
     """Tokens per forward and speed over the window, in a part of a figure."""
     above, below = figure.subplots(2, 1, sharex=True)
     x, results = list(windows), list(windows.values())
-    above.plot(x, [r.decoded.tau.nanmean().item() for r in results], "o-", color="tab:blue")
+    style = method_style(results[0].method.name)
+    above.plot(x, [r.decoded.tau.nanmean().item() for r in results], **style)
     above.set(ylabel="tokens per\ntarget forward", title=f"mean of {count} pictures", ylim=(0, None))
     if alone := len(results[0].single_seconds):
-        below.plot(x, [r.single_speedup for r in results], "o-", color="tab:blue", label=f"alone, median of {alone}")
+        below.plot(x, [r.single_speedup for r in results], label=f"alone, median of {alone}", **style)
     if count > 1 or not alone:
-        below.plot(x, [r.speedup for r in results], "s--", color="tab:gray", label=f"in a batch of {count}")
+        below.plot(x, [r.speedup for r in results], "o--", color="tab:gray", label=f"in a batch of {count}")
     below.axhline(1, color="black", lw=0.8, ls=":")
     below.set_xscale("log", base=2)
     below.set(xlabel="window: guesses that a forward reads", ylabel=f"speed, {baseline} is 1", xticks=x, ylim=(0, None))
