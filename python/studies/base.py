@@ -181,14 +181,17 @@ def decided(value: float, half: float) -> bool | None:
     return None if abs(value) <= half else value > 0
 
 
+SMALL_CHANGE = 0.02  # of tau or of seconds: a smaller gain is none
+
+
 @dataclass(frozen=True)
 class Finding:
-    """What pictures tell of a number: is it above 0? With a margin: is it less than that from 0?"""
+    """What pictures tell of a number."""
 
     value: float
     half: float         # of the interval, which in 19 of 20 studies holds the number, however often was looked
-    pictures: int
-    holds: bool | None  # None: the interval has both
+    pictures: int       # of each run
+    holds: bool | None  # None: the interval leaves it open
     needed: float       # roughly how many pictures would decide it
 
     def __str__(self) -> str:
@@ -209,24 +212,26 @@ class Finding:
         return f"{math.exp(self.value):.2f} times ({low:.2f} to {high:.2f}{self.count})"
 
 
-def draw_until_decided(estimate: Callable[[int], tuple[float, float, int]], counts: list[int],
-                       margin: float = 0.0) -> Finding:
+def draw_until_decided(estimate: Callable[[int], tuple[float, float, int]], counts: list[int], *, least: float = 0.0,
+                       margin: float | None = None) -> Finding:
     """Look at ever more pictures until they decide, or show that not even the largest count would.
 
     Each look has its share of the 5 % of cases in which chance decides (Bonferroni), so that looking again does no
-    harm. To stop where too many pictures would be needed can only leave undecided.
+    harm. To stop where too many pictures would be needed can only leave open.
 
     Args:
         estimate: from a number of pictures, which it draws, a mean over them, its standard error, and the error's
                   degrees of freedom
         counts:   the numbers of pictures of the looks, growing
+        least:    it is so if the mean is above 0; it is not so if the mean is below this
+        margin:   another question: is the mean nearer to 0 than this?
     """
     for count in counts:
         value, error, freedom = estimate(count)
         half = float(t.ppf(1 - 0.05 / (2 * len(counts)), freedom)) * error
-        gap = abs(abs(value) - margin)
+        gap = max(value, least - value) if margin is None else abs(margin - abs(value))
         if gap > half or not half:
-            return Finding(value, half, count, abs(value) < margin if margin else value > 0, count)
+            return Finding(value, half, count, value > least / 2 if margin is None else abs(value) < margin, count)
         needed = count * (half / gap) ** 2 if gap else math.inf
         if needed > counts[-1]:
             break

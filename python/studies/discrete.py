@@ -1,4 +1,5 @@
 """What a report on discrete tokens asks: how much is run, and the rows and scores that its items share."""
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -8,7 +9,17 @@ import torch
 from specvis.pipelines.discrete import Pipeline
 from specvis.study.discrete import DiscreteStudy, Latency, PictureRun
 
-from .base import Finding, Report, Scope, draw_until_decided, features, mean_and_half, pixels, reference_pictures
+from .base import (
+    SMALL_CHANGE,
+    Finding,
+    Report,
+    Scope,
+    draw_until_decided,
+    features,
+    mean_and_half,
+    pixels,
+    reference_pictures,
+)
 from .page import Section
 from .quality import (
     GROUPS,
@@ -22,11 +33,15 @@ from .quality import (
     quality,
 )
 
+MOST_IN_ALL = 800  # pictures that all runs of a claim may have
 LEAST_IMAGES = 12  # with about this many the kernel distance of the strongest relaxation exceeds the noise
 
 
 TREES = "depth=5:width=10:nodes=60"  # of EAGLE-2, as LANTERN and ADT-Tree compare with it
 EAGLE2 = f"eagle2:{TREES}"
+
+
+MC_SIM = "lantern++:tree=mc_sim_7b_63"  # on EAGLE-1's tree, as COOL-SD compares with it
 
 
 def lantern(k: int, delta: float, **others) -> str:
@@ -38,8 +53,10 @@ def lantern(k: int, delta: float, **others) -> str:
 class DiscreteScope(Scope):
     """How much is run of discrete tokens."""
 
-    looks: int                   # at ever twice as many pictures, for a claim
+    most: int                    # pictures that a run may have for a claim
     timed: int                   # pictures of each latency
+    curves: bool                 # does the trade-off have them?
+    temperatures: tuple[float, ...]
     k: tuple[int, ...]
     delta: tuple[float, ...]     # LANTERN's
     omega: tuple[float, ...]     # COOL-SD's delta
@@ -50,12 +67,13 @@ class DiscreteScope(Scope):
 
         Greedy ones do not differ by their seed: one a prompt.
         """
-        groups = max(GROUPS, *self.counts(1)) if temperature else 1
-        return PictureRun.of("jacobi", temperature, count=groups * self.images)
+        count = max(self.counts(self.images, self.most)[-1], GROUPS * self.images) if temperature else self.images
+        return PictureRun.of("jacobi", temperature, count=count)
 
-    def counts(self, first: int) -> list[int]:
-        """The numbers of pictures that a claim is looked at with."""
-        return [first << look for look in range(self.looks)]
+    def counts(self, first: int, most: int) -> list[int]:
+        """The numbers of pictures that a claim is looked at with: ever twice as many, and about `most` at the end."""
+        last = max(1, most // first) * first
+        return [*(first << look for look in range(10) if first << look < last), last]
 
     @property
     def grid(self) -> list[PictureRun]:
@@ -63,20 +81,16 @@ class DiscreteScope(Scope):
         return [PictureRun.of(lantern(k, delta)) for k in self.k for delta in self.delta]
 
     @property
-    def strongest(self) -> str:
-        """LANTERN with the largest k and delta."""
-        return lantern(self.k[-1], self.delta[-1])
-
-    @property
     def sweeps(self) -> list[PictureRun]:
         """The methods on static trees, over how much they relax."""
         names = ("uniform-rsd", "cool-sd")
         return [*(PictureRun.of(f"{name}:omega={omega:g}") for omega in self.omega for name in names),
-                *(PictureRun.of(f"lantern++:delta={ratio:g}") for ratio in self.ratio)]
+                *(PictureRun.of(f"{MC_SIM}:delta={ratio:g}") for ratio in self.ratio)]
 
 
-FULL = DiscreteScope(24, 5, 4, (100, 300, 1000), (0.05, 0.1, 0.2, 0.4), (1.1, 1.5, 2.0, 3.0), (0.5, 1.0, 2.0, 4.0))
-QUICK = DiscreteScope(12, 1, 1, (100, 1000), (0.1, 0.4), (1.1, 2.0), (1.0, 4.0))
+FULL = DiscreteScope(16, 400, 4, True, (0.0, 1.0), (100, 300, 1000), (0.05, 0.1, 0.2, 0.4), (1.1, 1.5, 2.0, 3.0),
+                     (0.5, 1.0, 2.0, 4.0))
+QUICK = DiscreteScope(12, 12, 1, False, (1.0,), (100, 1000), (0.1, 0.4), (1.1, 2.0), (1.0, 4.0))
 
 
 def scope_of(quick: bool, images: int | None, timed: int | None, num_prompts: int) -> DiscreteScope:
@@ -177,10 +191,11 @@ class DiscreteReport(Report):
         score = self.quality(run)[number]
         return score.value, score.noise
 
-    def contrast(self, number: str, weights: dict[str | PictureRun, float], margin: float = 0.0) -> Finding:
-        """Is a weighted sum of runs' numbers above 0, or with a margin: within it? Pictures are drawn to decide.
+    def contrast(self, number: str, weights: dict[str | PictureRun, float], **asked: float) -> Finding:
+        """Is a weighted sum of runs' numbers above 0? Pictures are drawn until it is decided.
 
         number: "tau", "tv_excess" or "nearest name", which are means over pictures, or "kernel distance"
+        asked:  `least` or `margin` of `draw_until_decided`
         """
         runs = {PictureRun.of(run) if isinstance(run, str) else run: weight for run, weight in weights.items()}
         temperature, = {run.temperature for run in runs}
@@ -195,7 +210,8 @@ class DiscreteReport(Report):
             drawn = ~np.isnan(values)  # pictures that failed do not count
             return mean_and_error(values[drawn], (np.arange(count) % len(self.study.prompts))[drawn])
 
-        return draw_until_decided(estimate, self.counts(self.scope.images, temperature), margin)
+        most = min(self.scope.most, MOST_IN_ALL // len(runs))
+        return draw_until_decided(estimate, self.counts(self.scope.images, most, temperature), **asked)
 
     def numbers(self, number: str, run: PictureRun) -> np.ndarray:
         """(n,) a number of each picture of a run."""
@@ -204,9 +220,9 @@ class DiscreteReport(Report):
         pictures = self.study.pictures(run)
         return {"tau": pictures.decoded.tau, "tv_excess": pictures.tv_excess}[number].double().numpy()
 
-    def counts(self, first: int, temperature: float) -> list[int]:
+    def counts(self, first: int, most: int, temperature: float) -> list[int]:
         """The numbers of pictures that a claim is looked at with; greedy ones do not differ by their seed."""
-        return self.scope.counts(first) if temperature else [first]
+        return self.scope.counts(first, most if temperature else min(most, self.scope.images))
 
     def faster(self, a: str, b: str, temperature: float = 1.0) -> Finding:
         """Is a faster than b in seconds of single pictures, each beside the baseline's? Its `factor` is the ratio."""
@@ -216,12 +232,18 @@ class DiscreteReport(Report):
             ratios = np.log(self.study.seconds(jobs[0]).speedup / self.study.seconds(jobs[1]).speedup)
             return mean_and_error(ratios, np.zeros(count))
 
-        return draw_until_decided(estimate, self.counts(max(2, self.scope.timed), temperature))
+        counts = self.counts(max(2, self.scope.timed), self.scope.most // 8, temperature)
+        return draw_until_decided(estimate, counts, least=math.log1p(SMALL_CHANGE))
 
-    def gain(self, a: str, b: str, temperature: float = 1.0, margin: float = 0.0) -> tuple[bool | None, str]:
-        """Say whether a's tau is larger than b's (with a margin: as large), and put it in words."""
+    def gain(self, a: str, b: str, temperature: float = 1.0, margin: float | None = None) -> tuple[bool | None, str]:
+        """Say whether a's tau is larger than b's, and put it in words.
+
+        margin: another question, a share: is it nearer to b's than this?
+        """
         runs = [PictureRun.of(text, temperature) for text in (a, b)]
-        finding = self.contrast("tau", dict(zip(runs, (1.0, -1.0))), margin)
+        usual = self.tau(b, temperature)
+        asked = {"least": SMALL_CHANGE * usual} if margin is None else {"margin": margin * usual}
+        finding = self.contrast("tau", dict(zip(runs, (1.0, -1.0))), **asked)
         tau = [self.study.pictures(replace(run, count=finding.pictures)).tau for run in runs]
         return finding.holds, f"tau {tau[0]:.2f} against {tau[1]:.2f}, {tau[0] / tau[1]:.2f} times: {finding}"
 

@@ -96,17 +96,17 @@ def curve_gap(report: DiscreteReport, number: str, a: list[PictureRun], b: list[
 
 
 def all_methods(scope: DiscreteScope) -> Iterator[PictureRun]:
-    yield from scope.grid
     for method in METHODS.values():
         if method.drafting != "none":
             # not the window "auto", which depends on the clock
             yield PictureRun.of("jacobi:window=16") if method.name == "jacobi" else PictureRun(method)
     yield PictureRun.of("eagle1:tree=naive_extend_57")  # lossless on LANTERN++'s tree
-    yield from scope.sweeps
+    if scope.curves:
+        yield from scope.grid + scope.sweeps
 
 
 @item(ITEMS, "trade-off", "Every method: speed against fidelity",
-      lambda scope: [scope.baseline(), *all_methods(scope), *latencies(scope)])
+      lambda scope: [scope.baseline(), *all_methods(scope), *latencies(scope)], quick=False)
 def trade_off(report: DiscreteReport, section: Section) -> None:
     runs, timed = list(dict.fromkeys(all_methods(report.scope))), latencies(report.scope)
     speedups = {job.method: {"speedup": report.latency_row(job)["speedup"]} for job in timed}

@@ -46,7 +46,7 @@ def grid_jobs(scope: DiscreteScope) -> list[PictureRun]:
     return [scope.baseline(), PictureRun.of(EAGLE2), *scope.grid]
 
 
-@item(ITEMS, "lantern-table-2", "LANTERN, Table 2: acceptance over k and delta", grid_jobs)
+@item(ITEMS, "lantern-table-2", "LANTERN, Table 2: acceptance over k and delta", grid_jobs, quick=False)
 def table_2(report: DiscreteReport, section: Section) -> None:
     scope, study = report.scope, report.study
     runs = {(k, delta): PictureRun.of(lantern(k, delta)) for k in scope.k for delta in scope.delta}
@@ -80,16 +80,17 @@ def table_2(report: DiscreteReport, section: Section) -> None:
 
 def table_3_jobs(scope: DiscreteScope) -> Iterator[PictureRun | Latency]:
     for run in runs_of("lantern-table-3", version="v1"):
-        if run.method.is_baseline:
-            yield scope.baseline(run.temperature)
-        else:
-            yield from (run, Latency(run.method, run.temperature))
+        if run.temperature in scope.temperatures:
+            yield from ([scope.baseline(run.temperature)] if run.method.is_baseline else
+                        [run, Latency(run.method, run.temperature)])
 
 
 @item(ITEMS, "lantern-table-3", "LANTERN, Table 3: speed and quality at temperature 0 and 1", table_3_jobs)
 def table_3(report: DiscreteReport, section: Section) -> None:
     def here(row: dict[str, str]) -> dict:
         run = run_of(row)
+        if run.temperature not in report.scope.temperatures:
+            return {}
         if run.method.is_baseline:
             return {"speed-up": 1.0, "tau": 1.0}
         return {"speed-up": report.speedup(run)} | report.cells(run)
@@ -101,7 +102,7 @@ def table_3(report: DiscreteReport, section: Section) -> None:
     section.text("Here: k of fewer codes, so a larger part of them. CLIP score needs weights that no package brings.")
     report.noise(section, [run for run in runs_of("lantern-table-3", version="v1", T="1")[1:]])
     section.text("At temperature 0 the baseline has one picture a prompt: the noise is 0, every change counts.")
-    for T in (0.0, 1.0):
+    for T in report.scope.temperatures:
         best = [run for run in runs_of("lantern-table-3", version="v1") if run.temperature == T][-1].method.label
         ratios = [papers.value("lantern-table-3", "speed-up", version="v3", T=T, method=method)
                   for method in ("LANTERN", "EAGLE-2")]
@@ -192,7 +193,8 @@ def figure_3(report: DiscreteReport, section: Section) -> None:
                   f"{rows[-1]['cosine of features']:.2f} with any code")
 
 
-@item(ITEMS, "lantern-figures-5-7", "LANTERN, Figures 5 to 7: trade-off curves and grids over k and delta", grid_jobs)
+@item(ITEMS, "lantern-figures-5-7", "LANTERN, Figures 5 to 7: trade-off curves and grids over k and delta", grid_jobs,
+      quick=False)
 def figures_5_7(report: DiscreteReport, section: Section) -> None:
     scope, study = report.scope, report.study
     runs = {(k, delta): PictureRun.of(lantern(k, delta)) for k in scope.k for delta in scope.delta}
@@ -231,7 +233,7 @@ def figures_5_7(report: DiscreteReport, section: Section) -> None:
     section.claim("and lower the quality", worse.holds,
                   f"from the smallest to the largest the kernel distance grows {worse}")
     margin = abs(worse.value) / 4
-    alike = report.contrast("kernel distance", {more: 1.0, small: -1.0}, margin)
+    alike = report.contrast("kernel distance", {more: 1.0, small: -1.0}, margin=margin)
     section.claim("at a small delta a larger k costs no quality", alike.holds,
                   f"at delta {scope.delta[0]:g} the kernel distance grows {alike}; asked: by less than a quarter of "
                   f"the above, {margin:.2g}")

@@ -17,7 +17,7 @@ SHUFFLES = 20  # each picture's positions are shuffled, to see what chance makes
 
 
 @item(ITEMS, "peanut-figures-1-2", "PEANUT, Figures 1 and 2: where and how much is accepted",
-      lambda scope: [PictureRun.of(text) for text in COMPARED])
+      lambda scope: [PictureRun.of(text) for text in COMPARED], quick=False)
 def figures_1_2(report: DiscreteReport, section: Section) -> None:
     pictures = {text: report.study.pictures(PictureRun.of(text)) for text in COMPARED}
     gains = {text: steps_gain(those.decoded.num_accepted).float() for text, those in pictures.items()}
@@ -56,7 +56,7 @@ def figures_1_2(report: DiscreteReport, section: Section) -> None:
                   f"positions shuffled in each picture at most {chance:.1f} times")
 
 
-GUIDED = ("eagle2", "eagle1", "speculative")
+GUIDED = ("eagle2", "eagle1")
 
 
 def figure_7_runs(scope: DiscreteScope) -> list[PictureRun]:

@@ -15,11 +15,11 @@ COUNTS = [24, 48, 96, 192, 384]
 STUDIES = 1000
 
 
-def wrong_share(mean=0.0, margin=0.0, counts=COUNTS, looks=None):
+def wrong_share(mean=0.0, counts=COUNTS, looks=None, **asked):
     """The share of studies of normal numbers that decide what is not so; looks: each looks as if it were the only one.
     """
     generator, wrong = np.random.default_rng(0), 0
-    truth = abs(mean) < margin if margin else mean > 0
+    truth = abs(mean) < asked["margin"] if "margin" in asked else mean > 0
     for _ in range(STUDIES):
         values = generator.normal(mean, size=counts[-1])
 
@@ -27,9 +27,9 @@ def wrong_share(mean=0.0, margin=0.0, counts=COUNTS, looks=None):
             return mean_and_error(values[:count], np.zeros(count))
 
         findings = [draw_until_decided(estimate, [count]) for count in counts] if looks else [
-            draw_until_decided(estimate, counts, margin)]
+            draw_until_decided(estimate, counts, **asked)]
         decided = [finding.holds for finding in findings if finding.holds is not None]
-        wrong += bool(decided) and (mean == margin == 0 or decided[0] != truth)
+        wrong += bool(decided) and (mean == 0 and not asked or decided[0] != truth)
     return wrong / STUDIES
 
 
@@ -37,6 +37,8 @@ def test_looking_again_and_again_decides_by_chance_in_one_study_of_twenty():
     assert wrong_share() <= 0.05
     assert wrong_share(looks="each alone") > 0.1, "the control: without the correction"
     assert wrong_share(mean=0.2, margin=0.2) <= 0.05
+    assert wrong_share(mean=0.0, least=0.1) <= 0.05, "it is said to be above 0"
+    assert wrong_share(mean=0.1, least=0.1) <= 0.05, "it is said to be below what it is"
 
 
 def test_pictures_are_drawn_until_they_decide():
@@ -58,6 +60,8 @@ def test_pictures_are_drawn_until_they_decide():
     assert within.holds and within.pictures == 24
     outside = draw_until_decided(lambda count: (2.0, 0.1, 9), COUNTS, margin=1.0)
     assert outside.holds is False
+    small = draw_until_decided(lambda count: (0.1, 0.1, 9), COUNTS, least=1.0)
+    assert small.holds is False and small.pictures == 24, "less than is asked"
     same = draw_until_decided(lambda count: (0.0, 0.0, 9), COUNTS)
     assert same.holds is False and same.pictures == 24
 

@@ -14,7 +14,7 @@ from ..decoding.sampling import Sampling
 from ..pipelines.discrete import Pipeline
 from .jobs import Arrays, ArrayShapes, Job, NotWhole, Study
 
-BATCH = 24  # pictures decoded as one batch
+BATCH = 16  # pictures decoded as one batch
 SAVED = [field.name for field in fields(Decoded) if field.name != "log_probs"]
 BY_POSITION = ("tokens", "num_accepted", "num_drafted", "nodes")  # these arrays are (pictures, L)
 INTEGERS = (*BY_POSITION, "num_known", "target_forwards")         # int64, but int32 in the file
@@ -38,7 +38,8 @@ class PictureRun(Job):
         return f"{self.method.label}, T = {self.temperature:g}"
 
     def cost(self, study: "DiscreteStudy") -> float:
-        return self.count * (0.2 if self.method.drafting == "none" else 0.15 + 0.025 * self.method.max_nodes)
+        each = {"none": 0.0, "jacobi": 0.015}.get(self.method.drafting, 0.03)
+        return self.count * (0.2 + each * self.method.max_nodes)
 
     def shapes(self, study: "DiscreteStudy") -> ArrayShapes:
         return {name: (self.count, study.pipeline.num_tokens) if name in BY_POSITION else (self.count,)
