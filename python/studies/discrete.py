@@ -273,13 +273,18 @@ class DiscreteReport(Report):
             f"{len(self.study.prompts)} prompts; guidance {settings['guidance']:g}, top-k {settings['top_k']}, "
             f"top-p {settings['top_p']:g}. Seconds are of single pictures, {scope.timed} a method, everything "
             "else of pictures decoded in batches.", "",
-            "The baseline is `vanilla`: a token a target forward. Frechet and kernel distance are to its pictures, on "
-            "the features of an ImageNet network (EfficientNet-Lite0); the inception score is on its classes; nearest "
-            "name is the share of pictures whose features are nearest to those of the picture that their prompt "
-            "names. `tv_excess` is added total variation per token, estimated. CLIP score, HPSv2, ImageReward and the "
-            "aesthetic predictor need weights that no package brings: not measured (`--score` takes them). "
-            "Medusa is out of scope.", "",
-            "The papers' models have 0.8 to 7 billion parameters on A100 GPUs, ours has millions on what is named "
-            "above: what can agree is a trend. Their tables are in python/studies/papers; a cell that could not "
-            "be read is empty.", "",
+            "The baseline is plain decoding, `vanilla`; its pictures are drawn by `jacobi`, which draws the same. "
+            "Frechet and kernel distance are to these, on features of an ImageNet network (EfficientNet-Lite0); the "
+            "inception score is on its classes; nearest name is the share of pictures whose features are nearest to "
+            "those of the picture that their prompt names. `tv_excess` is added total variation per token, estimated. "
+            "CLIP score, HPSv2, ImageReward and the aesthetic predictor need weights that no package brings: not "
+            "measured (`--score` takes them).", "",
+            "A claim is decided by an interval of 95 %, over pictures of these prompts: pictures are drawn until it "
+            f"decides, up to {scope.most} of a method and {MOST_IN_ALL} of all methods of the claim, with a correction "
+            "for looking again. Drawing stops where the estimate says that more would be needed; then the page says "
+            f"how many. A gain below {SMALL_CHANGE:.0%} in tau or in seconds is none.", "",
+            "The papers' models have 0.8 to 7 billion parameters on GPUs, ours has millions on what is named above: "
+            "only trends can agree. In their tables (python/studies/papers) `mark` says `restored` where a damaged "
+            "text was mended from other places of the paper, and `contradicts` where the paper contradicts itself; a "
+            "cell that the paper lacks is empty.", "",
             *self.links()])

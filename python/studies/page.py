@@ -142,7 +142,7 @@ def spread_labels(figure) -> None:
         taken = [Bbox.from_bounds(*(point - gap / 2), gap, gap) for point in points]
         for text in sorted((text for text in axis.texts if isinstance(text, Annotation)), key=lambda text: text.xy[1]):
             box = text.get_window_extent()
-            step, reach = 1.06 * box.height, int(axis.bbox.height / box.height)
+            step, reach = 1.1 * box.height, int(axis.bbox.height / box.height)
             places = [box.translated(shift, n * step) for n in sorted(range(-reach, reach + 1), key=abs)
                       for shift in (0, -box.width - 2 * gap)]
             place = min(places, key=lambda place: (axis.bbox.count_contains(place.get_points()) < 2,
