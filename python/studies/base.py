@@ -184,12 +184,17 @@ def decided(value: float, half: float) -> bool | None:
 SMALL_CHANGE = 0.02  # of tau or of seconds: a smaller gain is none
 
 
+def all_hold(*holds: bool | None) -> bool | None:
+    """Say whether all are so; None: it is open."""
+    return False if False in holds else None if None in holds else True
+
+
 @dataclass(frozen=True)
 class Finding:
     """What pictures tell of a number."""
 
     value: float
-    half: float         # of the interval, which in 19 of 20 studies holds the number, however often was looked
+    half: float         # of the interval, which in 19 of 20 studies holds the number, however often one looks
     pictures: int       # of each run
     holds: bool | None  # None: the interval leaves it open
     needed: float       # roughly how many pictures would decide it
@@ -217,22 +222,23 @@ def draw_until_decided(estimate: Callable[[int], tuple[float, float, int]], coun
     """Look at ever more pictures until they decide, or show that not even the largest count would.
 
     Each look has its share of the 5 % of cases in which chance decides (Bonferroni), so that looking again does no
-    harm. To stop where too many pictures would be needed can only leave open.
+    harm. From the second look on drawing stops where the largest count would not decide, even if the mean were a
+    standard error further from what is asked: to stop can only leave open.
 
     Args:
         estimate: from a number of pictures, which it draws, a mean over them, its standard error, and the error's
                   degrees of freedom
         counts:   the numbers of pictures of the looks, growing
-        least:    it is so if the mean is above 0; it is not so if the mean is below this
+        least:    is the mean above 0, and at least this? It is not if it is below this
         margin:   another question: is the mean nearer to 0 than this?
     """
-    for count in counts:
+    for look, count in enumerate(counts):
         value, error, freedom = estimate(count)
-        half = float(t.ppf(1 - 0.05 / (2 * len(counts)), freedom)) * error
-        gap = max(value, least - value) if margin is None else abs(margin - abs(value))
-        if gap > half or not half:
-            return Finding(value, half, count, value > least / 2 if margin is None else abs(value) < margin, count)
-        needed = count * (half / gap) ** 2 if gap else math.inf
-        if needed > counts[-1]:
+        half, last = (float(t.ppf(1 - 0.05 / (2 * len(counts)), n)) * error for n in (freedom, counts[-1] - 1))
+        is_so = value >= least if margin is None else abs(value) < margin
+        gap = abs(margin - abs(value)) if margin is not None else value if is_so else least - value
+        if gap > half > 0 or not half and count == counts[-1]:
+            return Finding(value, half, count, bool(is_so), count)
+        if look and last > (gap + error) * (counts[-1] / count) ** 0.5:
             break
-    return Finding(value, half, count, None, needed)
+    return Finding(value, half, count, None, count * (last / gap) ** 2 if gap else math.inf)

@@ -3,6 +3,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from scipy.stats import t
 
 from specvis.decoding.methods import parse_method
 from specvis.pipelines.mar import MARPair
@@ -12,7 +13,6 @@ from .continuous_study import ContinuousRun, ContinuousStudy, share
 from .page import Section
 
 FAMILIES = ("cspd-released", "cspd", "cspd-path")
-T_QUANTILE = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # of Student's t, 97.5 %, by the number of batches timed
 SUMMARY = ("Distribution", "Speed", "Parallel decoding")  # what items say on the first page
 
 
@@ -133,7 +133,7 @@ class ContinuousReport(Report):
     def timing_error(self) -> float:
         """Half a 95 % interval of the ratio of two timings, relative: from the seconds of the baseline's batches."""
         seconds = [float(self.study.arrays(part)["seconds"]) for part in self.study.parts(self.scope.baseline)]
-        return T_QUANTILE[len(seconds)] * float(np.std(seconds, ddof=1) / np.mean(seconds)) * 2 ** 0.5
+        return float(t.ppf(0.975, len(seconds) - 1)) * float(np.std(seconds, ddof=1) / np.mean(seconds)) * 2 ** 0.5
 
     def higher(self, a: ContinuousRun, b: ContinuousRun, start: int = 0) -> tuple[bool | None, str]:
         """Say whether a's alpha is above b's, of the tokens from number `start`, and the numbers of it."""

@@ -57,9 +57,9 @@ def table_1(report: DiscreteReport, section: Section) -> None:
     report.noise(section, [*runs.values(), own])
     section.text("CLIP score and ImageReward need weights that no package brings.")
     for a, b, text in (("COOL-SD, 1.1", "Eagle-1", "COOL-SD with delta 1.1 accepts more than Eagle-1"),
-                       ("COOL-SD, 2", "COOL-SD, 1.1", "with delta 2 still more than with 1.1"),
+                       ("COOL-SD, 2", "COOL-SD, 1.1", "COOL-SD with delta 2 accepts more than with 1.1"),
                        ("LANTERN++", "Eagle-1", "LANTERN++ accepts more than Eagle-1"),
-                       ("COOL-SD, 1.1", "LANTERN++", "and less than COOL-SD with delta 1.1")):
+                       ("COOL-SD, 1.1", "LANTERN++", "COOL-SD with delta 1.1 accepts more than LANTERN++")):
         section.claim(f"{text}, {paper_gains(a, b)}", *report.gain(COMPARED[a], COMPARED[b]))
 
 
@@ -117,7 +117,8 @@ def figure_4(report: DiscreteReport, section: Section) -> None:
         section.claim(f"the optimal residual is nearer to the target, k {own.method.acceptance.k}", finding.holds,
                       f"tv_excess of its own residual is larger by {finding}")
     grows = report.contrast("tv_excess", {runs[-2]: 1.0, runs[-1]: -1.0, runs[0]: -1.0, runs[1]: 1.0})
-    section.claim("and the difference grows with k", grows.holds, f"from k {KS[0]} to {KS[-1]} by {grows}")
+    section.claim("the bias of LANTERN++'s own residual grows with k", grows.holds,
+                  f"the difference of tv_excess grows from k {KS[0]} to {KS[-1]} by {grows}")
 
 
 def strips(scope: DiscreteScope) -> dict[str, list[Latency]]:

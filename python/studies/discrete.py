@@ -194,7 +194,7 @@ class DiscreteReport(Report):
     def contrast(self, number: str, weights: dict[str | PictureRun, float], **asked: float) -> Finding:
         """Is a weighted sum of runs' numbers above 0? Pictures are drawn until it is decided.
 
-        number: "tau", "tv_excess" or "nearest name", which are means over pictures, or "kernel distance"
+        number: "tau", "tv_excess", "mean depth" or "nearest name", which are means over pictures, or "kernel distance"
         asked:  `least` or `margin` of `draw_until_decided`
         """
         runs = {PictureRun.of(run) if isinstance(run, str) else run: weight for run, weight in weights.items()}
@@ -207,22 +207,26 @@ class DiscreteReport(Report):
                 return kernel_contrast([(weight, features(self.study, run)) for run, weight in these.items()],
                                        features(self.study, self.scope.baseline(temperature)))
             values = sum(weight * self.numbers(number, run) for run, weight in these.items())
-            drawn = ~np.isnan(values)  # pictures that failed do not count
-            return mean_and_error(values[drawn], (np.arange(count) % len(self.study.prompts))[drawn])
+            drawn = np.flatnonzero(~np.isnan(values))
+            if len(drawn) < 2:
+                return 0.0, math.inf, 1
+            return mean_and_error(values[drawn], drawn % len(self.study.prompts))
 
         most = min(self.scope.most, MOST_IN_ALL // len(runs))
-        return draw_until_decided(estimate, self.counts(self.scope.images, most, temperature), **asked)
+        return draw_until_decided(estimate, self.looks(self.scope.images, most, temperature), **asked)
 
     def numbers(self, number: str, run: PictureRun) -> np.ndarray:
-        """(n,) a number of each picture of a run."""
-        if number == "nearest name":
-            return nearest_names(features(self.study, run), self.references)
+        """(n,) a number of each picture of a run, NaN for one that failed."""
         pictures = self.study.pictures(run)
-        return {"tau": pictures.decoded.tau, "tv_excess": pictures.tv_excess}[number].double().numpy()
+        values = (nearest_names(features(self.study, run), self.references) if number == "nearest name" else
+                  {"tau": pictures.decoded.tau, "tv_excess": pictures.tv_excess, "mean depth": pictures.depths}[number]
+                  .double().numpy())
+        return np.where(pictures.decoded.failed, np.nan, values)
 
-    def counts(self, first: int, most: int, temperature: float) -> list[int]:
+    def looks(self, first: int, most: int, temperature: float) -> list[int]:
         """The numbers of pictures that a claim is looked at with; greedy ones do not differ by their seed."""
-        return self.scope.counts(first, most if temperature else min(most, self.scope.images))
+        most = most if temperature else min(most, len(self.study.prompts))
+        return self.scope.counts(min(first, most), most)
 
     def faster(self, a: str, b: str, temperature: float = 1.0) -> Finding:
         """Is a faster than b in seconds of single pictures, each beside the baseline's? Its `factor` is the ratio."""
@@ -232,20 +236,25 @@ class DiscreteReport(Report):
             ratios = np.log(self.study.seconds(jobs[0]).speedup / self.study.seconds(jobs[1]).speedup)
             return mean_and_error(ratios, np.zeros(count))
 
-        counts = self.counts(max(2, self.scope.timed), self.scope.most // 8, temperature)
+        counts = self.looks(max(4, self.scope.timed), self.scope.most // 8, temperature)
         return draw_until_decided(estimate, counts, least=math.log1p(SMALL_CHANGE))
 
-    def gain(self, a: str, b: str, temperature: float = 1.0, margin: float | None = None) -> tuple[bool | None, str]:
-        """Say whether a's tau is larger than b's, and put it in words.
+    def gain(self, a: str, b: str, margin: float | None = None) -> tuple[bool | None, str]:
+        """Say whether a's tau is larger than b's at temperature 1, and put it in words.
 
         margin: another question, a share: is it nearer to b's than this?
         """
-        runs = [PictureRun.of(text, temperature) for text in (a, b)]
-        usual = self.tau(b, temperature)
-        asked = {"least": SMALL_CHANGE * usual} if margin is None else {"margin": margin * usual}
-        finding = self.contrast("tau", dict(zip(runs, (1.0, -1.0))), **asked)
-        tau = [self.study.pictures(replace(run, count=finding.pictures)).tau for run in runs]
-        return finding.holds, f"tau {tau[0]:.2f} against {tau[1]:.2f}, {tau[0] / tau[1]:.2f} times: {finding}"
+        asked = {"least": SMALL_CHANGE} if margin is None else {"margin": margin}
+        usual = self.tau(b)
+        finding = self.contrast("tau", {a: 1.0, b: -1.0}, **{name: share * usual for name, share in asked.items()})
+        tau = [self.study.pictures(PictureRun.of(text, count=finding.pictures)).tau for text in (a, b)]
+        return finding.holds, (f"tau {tau[0]:.2f} against {tau[1]:.2f}, {tau[0] / tau[1]:.2f} times: {finding} (asked: "
+                               + (f"at least {SMALL_CHANGE:.0%} more)" if margin is None else f"within {margin:.0%})"))
+
+    def no_gain(self, a: str, b: str) -> tuple[bool | None, str]:
+        """Say whether a's tau is not larger than b's at temperature 1, and put it in words."""
+        holds, evidence = self.gain(a, b)
+        return None if holds is None else not holds, evidence
 
     def noise(self, section: Section, runs: list[PictureRun]) -> None:
         """Write below a table of these runs what their scores can tell."""
@@ -280,9 +289,10 @@ class DiscreteReport(Report):
             "CLIP score, HPSv2, ImageReward and the aesthetic predictor need weights that no package brings: not "
             "measured (`--score` takes them).", "",
             "A claim is decided by an interval of 95 %, over pictures of these prompts: pictures are drawn until it "
-            f"decides, up to {scope.most} of a method and {MOST_IN_ALL} of all methods of the claim, with a correction "
-            "for looking again. Drawing stops where the estimate says that more would be needed; then the page says "
-            f"how many. A gain below {SMALL_CHANGE:.0%} in tau or in seconds is none.", "",
+            f"decides, up to {scope.counts(scope.images, scope.most)[-1]} of a method and about {MOST_IN_ALL} of all "
+            "methods of the claim, with a correction for looking again. Drawing stops where these would not decide; "
+            f"then the page says roughly how many would. A gain below {SMALL_CHANGE:.0%} in tau or in seconds is none.",
+            "",
             "The papers' models have 0.8 to 7 billion parameters on GPUs, ours has millions on what is named above: "
             "only trends can agree. In their tables (python/studies/papers) `mark` says `restored` where a damaged "
             "text was mended from other places of the paper, and `contradicts` where the paper contradicts itself; a "

@@ -103,12 +103,12 @@ def kernel_distance(a: Features, b: Features) -> float:
 def mean_and_error(values: np.ndarray, names: np.ndarray) -> tuple[float, float, int]:
     """The mean over pictures (n,) of the prompts that `names` numbers, its standard error, and the degrees of freedom.
 
-    The prompts are taken as given: where each has several pictures, only the spread within a prompt counts.
+    The prompts are taken as given: where they have several pictures, only the spread within a prompt counts.
     """
     _, which, counts = np.unique(names, return_inverse=True, return_counts=True)
-    centers = np.bincount(which, values) / counts if counts.min() > 1 else np.array([values.mean()])
-    rest = values - (centers[which] if len(centers) > 1 else centers)
-    freedom = len(values) - len(centers)
+    if counts.mean() < 1.5:
+        which, counts = np.zeros_like(which), np.array([len(values)])
+    rest, freedom = values - (np.bincount(which, values) / counts)[which], len(values) - len(counts)
     return float(values.mean()), float(np.sqrt((rest ** 2).sum() / freedom / len(values))), freedom
 
 
@@ -116,7 +116,7 @@ def kernel_contrast(sets: list[tuple[float, Features]], baseline: Features) -> t
     """A weighted sum of sets' kernel distances to the baseline, its standard error, and the degrees of freedom.
 
     The sets have the same prompts and seeds, in order. The error is from what each picture adds (the first-order terms
-    of a U-statistic); where all distributions are equal it is too large, not too small.
+    of a U-statistic). It is too large where all distributions are equal, and where sets share seeds with the baseline.
     """
     others = kernel_rows(baseline, baseline)
     value, own, of_baseline = 0.0, 0.0, 0.0

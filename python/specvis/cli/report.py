@@ -40,7 +40,7 @@ except ModuleNotFoundError as error:
               f"{', '.join(CONTINUOUS_ITEMS)}; several with commas. [default: all]")
 @click.option("--quick", is_flag=True, help="Few pictures and the main tables only.")
 @click.option("--images", type=click.IntRange(1, MAX_COUNT),
-              help="Pictures a method, decoded in batches. [default: 48, quick 12; with --continuous 4, quick 2]")
+              help="Pictures a method, decoded in batches. [default: 16, quick 12; with --continuous 4, quick 2]")
 @click.option("--timed", type=click.IntRange(1, MAX_COUNT),
               help="Pictures a method, timed alone. [default: 4, quick 1]")
 @click.option("--score", "scores", multiple=True, help="One more score, as clip=my_module:function; the function takes "

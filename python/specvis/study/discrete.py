@@ -122,6 +122,11 @@ class DiscretePictures:
         return self.decoded.num_drafted[whole].float().mean().item()
 
     @property
+    def depths(self) -> Tensor:
+        """(n,) mean number of levels of each picture's trees."""
+        return self.decoded.num_drafted.sum(1) / (self.decoded.num_accepted >= 0).sum(1)
+
+    @property
     def mean_nodes(self) -> float:
         """Mean number of nodes of a tree."""
         return self.nodes[self.nodes > 0].float().mean().item()
@@ -190,9 +195,10 @@ class DiscreteStudy(Study):
         return values if isinstance(job, PictureRun) else [*values, self.machine]
 
     def parts(self, job: Job) -> list[Job]:
-        """The job in aligned parts, so that longer ones share them: pictures in batches of at most BATCH, latencies in
-        as many batches as the study times."""
-        size, count = (BATCH, job.count or self.num_images) if isinstance(job, PictureRun) else (
+        """The job in aligned parts, so that longer ones share them: pictures in batches of about BATCH, latencies in as
+        many batches as the study times."""
+        few = self.num_images if self.num_images < 2 * BATCH else BATCH
+        size, count = (few, job.count or self.num_images) if isinstance(job, PictureRun) else (
             self.timed, job.count or self.timed)
         ends = [*range((job.start // size + 1) * size, job.start + count, size), job.start + count]
         return [replace(job, start=start, count=end - start) for start, end in zip([job.start, *ends], ends)]
