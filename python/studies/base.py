@@ -13,11 +13,11 @@ from scipy.stats import t
 from torch import Tensor
 from tqdm import tqdm
 
-from specvis.files import write_whole
+from specvis.files import csv_text, write_whole
 from specvis.study.discrete import BATCH, PictureRun
 from specvis.study.jobs import Job, Study, read_arrays
 
-from .page import Section
+from .page import Claim, Section
 from .quality import Features, network
 
 
@@ -51,10 +51,15 @@ class Report(ABC):
 
     def links(self) -> list[str]:
         """The rows of a table of claims, and a list of the sections."""
-        claims = [f"| [{section.name}]({section.name}.md) | {claim.text} | {claim.evidence} | {claim.finding} |"
-                  for section in self.sections for claim in section.claims]
+        claims = [f"| [{name}]({name}.md) | {claim.text} | {claim.evidence} | {claim.finding} |"
+                  for name, claim in self.claims]
         return ["| | the paper says | here | |", "|---|---|---|---|", *claims, "",
                 *(f"- [{section.title}]({section.name}.md)" for section in self.sections), ""]
+
+    @property
+    def claims(self) -> list[tuple[str, Claim]]:
+        """Each claim, after the name of its section."""
+        return [(section.name, claim) for section in self.sections for claim in section.claims]
 
 
 @dataclass(frozen=True)
@@ -114,8 +119,11 @@ def write_report(report: Report, items: list[Item], *, command: str, whole: bool
             report.sections.append(section)
     if whole:
         write_whole(out / "README.md", report.cover(command, origin))
-    claims = [claim for section in report.sections for claim in section.claims]
-    agree = sum(claim.holds is True for claim in claims)
+        write_whole(out / "claims.csv", csv_text(["item", "the paper says", "here", "finding"], [
+            {"item": name, "the paper says": claim.text, "here": claim.evidence, "finding": claim.finding}
+            for name, claim in report.claims]))
+    claims = report.claims
+    agree = sum(claim.holds is True for _, claim in claims)
     first = "README" if whole else ",".join(item.name for item in items)
     click.echo(f"{out / first}.md: {len(items)} tables and figures; of {len(claims)} trends that the papers state "
                f"{agree} are seen here")
