@@ -52,8 +52,8 @@ def published() -> str:
         return ", ".join(f"{value:.2f}" for value in values)
 
     return ("The paper's table was run with 15 % pre-filled: its column for batch 8 is that of 15 % in its Table 4. "
-            f"For MAR-H with MAR-B at batch 256 it has {listed(speedups)}. With its alphas and its c = {stated:g} eq. 35 "
-            f"gives {listed(by_eq)}; the count of forwards with one c, {c:.3f}, gives {listed(counted)}. So the "
+            f"For MAR-H with MAR-B at batch 256 it has {listed(speedups)}. With its alphas and its c = {stated:g} eq. "
+            f"35 gives {listed(by_eq)}; the count of forwards with one c, {c:.3f}, gives {listed(counted)}. So the "
             "published speed is of decoding without truncation, and does not depend on alpha.")
 
 
