@@ -29,8 +29,8 @@ CLANG_FORMAT := $(VENV)/bin/clang-format csrc/*/*.* csrc/*/*/*.* tests/cuda_on_c
 # Where this is set, every process compiles torch anew: twice the time of an import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install cuda test test-all test-transformers constraints lint format demo compare bench sass bounds tables fuzz gpu \
-	hub clean
+.PHONY: install cuda test test-all test-transformers constraints lint format demo compare bench sass bounds tables fuzz \
+	gpu hub clean
 
 install: $(VENV)/installed
 
