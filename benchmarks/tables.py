@@ -1,7 +1,7 @@
 """The tables of measured numbers in README.md and docs:   python -m benchmarks.tables [--check]
 
-Each is written from files in benchmarks/results, between <!-- table: NAME --> and <!-- end -->. Those of
-benchmarks.bounds and benchmarks.refresh are written by these.
+Each is written from files in benchmarks/results, between <!-- table: NAME --> and <!-- end -->. Two are left to others:
+benchmarks.bounds writes "bounds", and benchmarks.refresh prints "refresh".
 """
 import argparse
 import csv
