@@ -170,7 +170,7 @@ def test_the_numbers_of_prose_are_in_the_files(name, title):
 @pytest.mark.parametrize("name, title, right, wrong, unit", [
     ("measurements.md", "Where the time of a picture goes", "4.8 times", "4.9 times", "times"),
     ("measurements.md", "Forwards on a CPU", "33 nodes) to 15", "33 nodes) to 18", "times"),
-    ("measurements.md", "Forwards on a CPU", "to 85 %", "to 87 %", "%"),
+    ("measurements.md", "Forwards on a CPU", "and 85 %", "and 87 %", "%"),
     ("measurements.md", "Ops", "take 4.9 ms", "take 4.6 ms", "ms"),
     ("gpu.md", "Decoding", "takes 0.155 s", "takes 0.156 s", "s"),
     ("training.md", "The continuous pair", "and 0.292", "and 0.299", ""),
@@ -228,6 +228,13 @@ def sentences():
         f"{pytorch['XL', 33]:.1f} times (XL at 33 nodes) to {max(pytorch.values()):.0f} times (the shipped model in "
         "bfloat16, one node) as fast as PyTorch")
 
+    limit = {(row["size"], row["nodes"]): row for row in tables.rows_of(f"{tables.CPU}-forward.json")
+             if row["what"] == "decoder_layers" and row["threads"] == 2 and row["size"] != "shipped"}
+    b, xl, large = (f"{100 * limit[size, 1]['of_bandwidth']:.0f} % ({size})" for size in ("B", "XL", "L"))
+    yield page, f"are read for one node at {b}, {xl} and {large} of the rate"
+    product = [100 * row["of_product"] for (_, nodes), row in limit.items() if nodes >= 17]
+    yield page, f"From 17 nodes on, B, L and XL multiply at {min(product):.0f} to {max(product):.0f} % of the rate"
+
     def speeds(method: str, name: str = f"{tables.CPU}-decode.json", column: str = "times_vanilla") -> list[str]:
         return [f"{tables.row_of(name, size=size, method=method)[column]:.1f}" for size in tables.SIZES]
 
@@ -277,6 +284,12 @@ def sentences():
     yield "training.md", (
         f"the target's at {100 * head['top1']:.0f} % of positions, and one of its three likeliest at "
         f"{100 * head['top3']:.0f} %; E[sum min(P, Q)] is {head['acceptance']:.3f}")
+    log = tables.rows_of("training/gpt.jsonl")
+    end = log[-3]
+    start = next(row for row in log if row["step"] > 0.8 * log[-1]["step"])  # where the rate begins to fall
+    yield "training.md", (
+        f"went from {start['loss']:.2f} to {end['loss']:.2f}; the loss on held-out names went from "
+        f"{start['held_out']:.2f} to {end['held_out']:.2f}")
     yield "training.md", f"trained on at {tables.rows_of('training/tokenizer.jsonl')[-1]['psnr']:.1f} dB"
 
 
