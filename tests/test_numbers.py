@@ -137,6 +137,12 @@ def not_found(page: str, title: str) -> list[str]:
     return missing
 
 
+@pytest.mark.parametrize("left_out", [OPEN, OTHERS])
+def test_what_is_left_out_exists(left_out):
+    for name, titles in left_out.items():
+        assert set(titles) <= set(sections(PAGES[name])), name
+
+
 def test_the_tables_are_the_files():
     for page in PAGES.values():
         assert page == tables.written(page, tables.TABLES), "python -m benchmarks.tables"
