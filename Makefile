@@ -29,8 +29,8 @@ CLANG_FORMAT := $(VENV)/bin/clang-format csrc/*/*.* csrc/*/*/*.* tests/cuda_on_c
 # Where this is set, every process compiles torch anew: twice the time of an import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install cuda test test-all test-transformers constraints lint format demo compare bench sass bounds fuzz gpu \
-	hub clean
+.PHONY: install cuda test test-all test-transformers constraints lint format demo compare bench sass bounds tables fuzz \
+	gpu hub clean
 
 install: $(VENV)/installed
 
@@ -76,6 +76,9 @@ sass: cuda  # counts in the machine code of the CUDA kernels; no GPU takes part
 
 bounds: cuda  # what an H200 could do at best, counted
 	$(VENV)/bin/python -m benchmarks.bounds
+
+tables: $(VENV)/installed  # the documents' tables of measured numbers, from benchmarks/results
+	$(VENV)/bin/python -m benchmarks.tables
 
 fuzz: $(VENV)/installed  # hostile inputs for MINUTES, as long with sanitizers; JSON=file for counts
 	failed=0; \

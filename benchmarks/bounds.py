@@ -15,14 +15,13 @@ from multiprocessing import get_context
 
 import torch
 
-from benchmarks import executed, harness, ops, sass
+from benchmarks import executed, harness, ops, sass, tables
 from tests.cuda_on_cpu import trace
 
 RESULTS = sass.ROOT / "benchmarks" / "results" / "h100-bounds.json"
-MEASURED = sass.ROOT / "benchmarks" / "results" / "NVIDIA-H100-80GB-HBM3.json"  # by benchmarks.ops
 PAGE = sass.ROOT / "docs" / "gpu.md"
 BATCHES = (1, 8, 64)
-RATES = {  # assumed, from NVIDIA's documents, and from what others measured on Hopper GPUs; the copy is MEASURED's
+RATES = {  # assumed, from NVIDIA's documents, and from what others measured on Hopper GPUs; the copy is measured
     "multiprocessors": 132,
     "cycles_per_us": 1980,
     "copy_bytes_per_us": 2.43e6,
@@ -153,27 +152,24 @@ def cell(rows: list[dict], name: str, number: str = "{:g}") -> str:
 
 def table(results: dict) -> str:
     """Of docs/gpu.md: a line for each op, and in a cell the batches of 1 / 8 / 64."""
-    times = {(row["op"], row["shape"]): row["median_us"] for row in reversed(json.loads(MEASURED.read_text())["rows"])
+    times = {(row["op"], row["shape"]): row["median_us"] for row in reversed(tables.rows_of(f"{tables.GPU}.json"))
              if row["mode"] == "graph between"}  # of the first backend: the device's own kernel
     cases = {title: case for title, _, case in CASES}
-    lines = ["| op | MB | launches | memory | instructions | chain | bound | limit | measured |",
-             "|---|---|---|---|---|---|---|---|---|"]
+    lines = []
     for title in dict.fromkeys(row["title"] for row in results["rows"]):
         rows = [row | {"mb": row["bytes"] / 1e6,
                        "measured": times.get((row["op"], ops.format_case(cases[title](row["batch"]))))}
                 for row in results["rows"] if row["title"] == title]
-        parts = [re.sub(r"^\w+", r"`\g<0>`", title), cell(rows, "mb", "{:.3g}"),
-                 *(cell(rows, name) for name in ("launches", "memory_us", "instructions_us", "chain_us")),
-                 cell(rows, "bound_us"), cell(rows, "limit"), f"**{cell(rows, 'measured', '{:.1f}')}**"]
-        lines.append("| " + " | ".join(parts) + " |")
-    return "\n".join(lines)
+        lines.append([re.sub(r"^\w+", r"`\g<0>`", title), cell(rows, "mb", "{:.3g}"),
+                      *(cell(rows, name) for name in ("launches", "memory_us", "instructions_us", "chain_us")),
+                      cell(rows, "bound_us"), cell(rows, "limit"), f"**{cell(rows, 'measured', '{:.1f}')}**"])
+    return tables.markdown(["op", "MB", "launches", "memory", "instructions", "chain", "bound", "limit", "measured"],
+                           *lines)
 
 
 def page_of(page: str, results: dict) -> str:
-    """docs/gpu.md with the table between its comments."""
-    start, end = "<!-- bounds -->\n", "\n<!-- end of bounds -->"
-    before, _, rest = page.partition(start)
-    return before + start + table(results) + end + rest.partition(end)[2]
+    """docs/gpu.md with this table."""
+    return tables.written(page, {"bounds": lambda: table(results)})
 
 
 def compile_all() -> None:

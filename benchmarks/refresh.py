@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness
+from benchmarks.tables import markdown
 from specvis.cli.options import PROMPTS
 from specvis.decoding import jacobi, refresh
 from specvis.decoding.batch_state import model_rows
@@ -251,31 +252,28 @@ def tables(records: list[dict], num_tokens: int) -> str:
     taken = {(r["rule"], r["model"], r["refreshes"], r["window"]): np.array(r["forwards"]) for r in records}
     windows = sorted({window for *_, window in taken})
     base = {window: taken[Row(0).name, Row(0).model, 0, window] for window in windows}
-    lines = ["| rule | model | refreshes | " + " | ".join(f"window {window}" for window in windows) + " |",
-             "|---|---|---|" + "---|" * len(windows)]
+    rules, gains = [], []
     for row in ROWS:
         cells = [taken.get((row.name, row.model, row.refreshes, window)) for window in windows]
         if any(cell is not None for cell in cells):
-            lines.append(f"| {row.name} | {row.model} | {row.refreshes} | " + " | ".join(
+            rules.append([row.name, row.model, str(row.refreshes), *(
                 "-" if cell is None else f"{num_tokens * (1 / cell).mean():.2f}"
                 + (" " + in_words(cell, base[window]) if row.refreshes else "")
-                for cell, window in zip(cells, windows)) + " |")
+                for cell, window in zip(cells, windows))])
     num_pictures = len(base[windows[0]])
     kept = [(row, window) for window in windows if window in (16, 32) or len(windows) < 3
             for row in SHIPPED if row.refreshes in (2, 3)]
-    lines += ["", "| window, refreshes | " + " | ".join(f"{window}, {row.refreshes}" for row, window in kept) + " |",
-              "|---|" + "---|" * len(kept)]
     for what, of_sums in (("all pictures", False), ("all pictures, of the sums of forwards", True)):
-        lines.append(f"| {what} | " + " | ".join(
-            in_words(taken[row.name, row.model, row.refreshes, window], base[window], of_sums)
-            for row, window in kept) + " |")
+        gains.append([what, *(in_words(taken[row.name, row.model, row.refreshes, window], base[window], of_sums)
+                              for row, window in kept)])
     for index, (what, levels) in enumerate(LEVELS.items()):
         for name, level in levels.items():
             own = [i for i in range(num_pictures) if SETTINGS[i % len(SETTINGS)][index] == level]
-            lines.append(f"| {what}: {name} | " + " | ".join(
+            gains.append([f"{what}: {name}", *(
                 in_words(taken[row.name, row.model, row.refreshes, window][own], base[window][own])
-                for row, window in kept) + " |")
-    return "\n".join(lines)
+                for row, window in kept)])
+    return (markdown(["rule", "model", "refreshes", *(f"window {window}" for window in windows)], *rules) + "\n\n"
+            + markdown(["window, refreshes", *(f"{window}, {row.refreshes}" for row, window in kept)], *gains))
 
 
 def plot(records: list[dict], num_tokens: int, path: Path) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import specvis_kernels
 from benchmarks import harness
 from benchmarks.machine_code import bounds_of, parse, report
+from benchmarks.tables import markdown
 
 ROOT = Path(__file__).parent.parent
 LIBRARY = Path(specvis_kernels.__file__).with_name("_ops_cuda.so")
@@ -214,8 +215,7 @@ def page_of(bounds: dict[str, dict]) -> str:
              "reciprocals_in_loops": "divisions", "fp64_in_loops": "fp64", "barriers": "barriers"}
     rows = [[f"`{title}`", *(str(kernel[name]) for name in names)] for kernels in bounds.values()
             for title, kernel in kernels.items() if "half" not in title]
-    table = [["kernel", *names.values()], ["---"] * (1 + len(names)), *rows]
-    return PAGE_HEAD + "".join(f"| {' | '.join(row)} |\n" for row in table)
+    return PAGE_HEAD + markdown(["kernel", *names.values()], *rows) + "\n"
 
 
 PAGE_HEAD = """# The machine code of the CUDA kernels

@@ -1,0 +1,255 @@
+"""The tables of measured numbers in README.md and docs:   python -m benchmarks.tables [--check]
+
+Each is written from files in benchmarks/results, between <!-- table: NAME --> and <!-- end -->. Two are left to others:
+benchmarks.bounds writes "bounds", and benchmarks.refresh prints "refresh".
+"""
+import argparse
+import csv
+import json
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+BLOCK = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\n)(.*?)(\n<!-- end -->)", re.S)
+CPU, GPU = "AMD-EPYC-2-cores", "NVIDIA-H100-80GB-HBM3"
+SIZES = ("shipped", "B", "L", "XL")
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+@cache
+def rows_of(name: str) -> list[dict]:
+    """The rows of a file, or its lines: "AMD-EPYC-2-cores.json", "demo/compare.csv", "training/gpt.jsonl" """
+    text = (RESULTS / name).read_text()
+    if name.endswith(".csv"):
+        return list(csv.DictReader(text.splitlines()))
+    return json.loads(text)["rows"] if name.endswith(".json") else [json.loads(line) for line in text.splitlines()]
+
+
+def row_of(name: str, **where) -> dict:
+    """The only row with these values."""
+    row, = (row for row in rows_of(name) if where.items() <= row.items())
+    return row
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+def markdown(head: list[str], *lines: list[str]) -> str:
+    head, *lines = (f"| {' | '.join(line)} |".replace("  |", " |") for line in (head, *lines))
+    return "\n".join([head, "|" + "---|" * head.count(" |"), *lines])
+
+
+def short(value: float, digits: int) -> str:
+    """Fewer digits after the point from 10 on, none from 100 on."""
+    return f"{value:.{digits if value < 10 else min(digits, 1) if value < 100 else 0}f}"
+
+
+def with_best(values: list[float], digits: int, best=max) -> list[str]:
+    """The best in bold."""
+    return [f"**{value:.{digits}f}**" if value == best(values) else f"{value:.{digits}f}" for value in values]
+
+
+def compare() -> str:
+    rows = [row for row in rows_of("demo/compare.csv") if row["temperature"] == "1.0"]
+    columns = [name for name in rows[0] if name not in ("temperature", "speedup", "tv_excess_bound")]
+    return markdown(columns, *([row[name] or "-" for name in columns] for row in rows))
+
+
+def decode() -> str:
+    rows, lines = rows_of(f"{CPU}-decode.json"), []
+    released = {(row["size"], row["method"]): row for row in rows}
+    for row in rows:
+        method, other = row["method"], released.get((row["size"], "released " + row["method"]))
+        if method.startswith("released"):
+            continue
+        outside = f"{100 * (row['ops'] + row['rest']):.1f} %"
+        lines.append([f"{row['size']}: baseline" if method == "vanilla" else f"`{method}`", short(row["step_ms"], 1),
+                      outside + (f" (released: {100 * other['rest']:.1f} %)" if other else ""),
+                      "1" if method == "vanilla" else f"{row['times_vanilla']:.2f}",
+                      f"{row['times_released']:.2f}" if other else ""])
+    return markdown(["", "ms per step", "outside the models' forwards", "speed, baseline = 1",
+                     "speed, released loop = 1"], *lines)
+
+
+def decode_refresh() -> str:
+    methods = {"window 8": "jacobi:window=8", "window 4": "jacobi:window=4",
+               "with 1 refresh": "jacobi:window=4:refresh=1", "with 2": "jacobi:window=4:refresh=2"}
+    return markdown(["speed over plain decoding", *methods], *(
+        [size, *with_best([row_of(f"{CPU}-decode-refresh.json", size=size, method=method)["times_vanilla"]
+                           for method in methods.values()], 2)] for size in SIZES))
+
+
+def decode_batch() -> str:
+    rows = [row for row in rows_of(f"{CPU}-decode-batch-8.json") if not row["method"].startswith("released")]
+    return markdown(["", *(f"`{row['method']}`" for row in rows)],
+                    ["s per picture", *(f"{row['picture_s']:.2f}" for row in rows)],
+                    ["speed, baseline = 1", *(f"{row['times_vanilla']:.2f}" for row in rows)])
+
+
+def forward_ms(nodes: int, what: str, **model) -> float:
+    """By two threads; of PyTorch's modules by their best setting."""
+    return min(row["median_ms"] for row in rows_of(f"{CPU}-forward.json")
+               if (model | {"nodes": nodes, "what": what}).items() <= row.items()
+               and (what == "eager" or row["threads"] == 2))
+
+
+NODES = (1, 2, 3, 5, 9, 17, 33)
+FORWARDS = {**{f"shipped, {dtype}": {"size": "shipped", "dtype": dtype} for dtype in ("float32", "bfloat16")},
+            **{size: {"size": size} for size in SIZES[1:]}}
+
+
+def forward() -> str:
+    lines = []
+    for title, model in FORWARDS.items():
+        whats = {"decoder_layers": f"{title}: `decoder_layers`", "eager": "PyTorch", "compile": "torch.compile",
+                 "llama.cpp": "llama.cpp"}
+        if not title.startswith("shipped"):
+            del whats["compile"]
+        lines += [[name, *(short(forward_ms(nodes, what, **model), 2) for nodes in NODES)]
+                  for what, name in whats.items()]
+    return markdown(["nodes", *map(str, NODES)], *lines)
+
+
+def gpu_decode() -> str:
+    methods = {"`vanilla`": "vanilla", "`jacobi`, window 16": "jacobi:window=16", "`eagle1`": "eagle1",
+               "`lantern`": "lantern"}
+    lines = []
+    for size in ("XL", "shipped"):
+        for batch in (1, 8):
+            rows = [row_of(f"{GPU}-decode.json", size=size, batch=batch, method=method) for method in methods.values()]
+            lines += [[f"{size}, {batch}", "ms a step", *(f"{row['step_ms']:.2f}" for row in rows)],
+                      ["", "s a picture", *with_best([row["picture_s"] for row in rows], 3, min)],
+                      ["", "over `vanilla`", "", *(f"{row['times_vanilla']:.1f}" for row in rows[1:])]]
+    return markdown(["model, pictures at once", "", *methods], *lines)
+
+
+def gpu_refresh() -> str:
+    settings = {"16, 0": "16", "16, 1": "16:refresh=1", "16, 2": "16:refresh=2", "16, 3": "16:refresh=3", "32, 0": "32",
+                "32, 2": "32:refresh=2"}
+    rows = {batch: [row_of(f"{GPU}-decode-refresh.json", batch=batch, method=f"jacobi:window={setting}")
+                    for setting in settings.values()] for batch in (1, 8)}
+    lines = [["tokens per forward, of the shipped model on the demo's prompts",
+              *(f"{row['imposed_tau']:.2f}" for row in rows[1])]]
+    for batch, title in ((1, "1 picture"), (8, "8 pictures")):
+        lines += [[f"{title}: ms a step", *(f"{row['step_ms']:.2f}" for row in rows[batch])],
+                  ["over `vanilla`", *with_best([row["times_vanilla"] for row in rows[batch]], 2)]]
+    return markdown(["`jacobi` with window, refreshes", *settings], *lines)
+
+
+def refresh_pays() -> str:
+    """The best window without and with refreshes; in bold what is a twentieth faster."""
+    lines = []
+    for title, name, where in (
+            ("two cores, shipped model", CPU, {"size": "shipped"}), ("two cores, LlamaGen-B", CPU, {"size": "B"}),
+            ("two cores, L", CPU, {"size": "L"}), ("two cores, XL", CPU, {"size": "XL"}),
+            ("H100, XL, 1 picture", GPU, {"batch": 1}), ("H100, XL, 8 pictures at once", GPU, {"batch": 8})):
+        rows = [row for row in rows_of(f"{name}-decode-refresh.json") if where.items() <= row.items()]
+        without, refreshed = (max((row for row in rows if ("refresh" in row["method"]) == on),
+                                  key=lambda row: row["times_vanilla"]) for on in (False, True))
+        speeds = [row["times_vanilla"] for row in (without, refreshed)]
+        cells = with_best(speeds, 2) if max(speeds) > 1.05 * min(speeds) else [f"{speed:.2f}" for speed in speeds]
+        lines.append([title, cells[0], f"{cells[1]}, `{refreshed['method'].removeprefix('jacobi:')}`"])
+    return markdown(["device, sizes", "best window without", "best with refreshes"], *lines)
+
+
+TREE = "60 16384 6 {'branch': 10, 'likely': True, 'settings': [(7.5, 1.0, 1000, 1.0)]"
+IMAGE = "float32 True False [(7.5, 1.0, 1000, 1.0)]"
+SLOWER = [  # title, op, its sizes after the batch, batches, the baselines' names in the file and in the table, digits
+    ("`verify_logits`", "verify_logits", TREE + "}", (1, 8, 64),
+     {"two ops": "`guided_probs` of all rows, then `verify_tree`: "}, 0),
+    ("`verify_logits`, LANTERN, k = 1000", "verify_logits", TREE + ", 'k': 1000, 'residual': 'relaxed'}", (1, 8, 64),
+     {"two ops": "the same two: "}, 0),
+    ("`verify_logits`, bfloat16", "verify_logits", TREE + ", 'dtype': torch.bfloat16}", (1, 8),
+     {"two ops": "the same two: "}, 0),
+    ("`verify_logits` with seeds", "verify_logits", TREE + ", 'seeds': True}", (1,),
+     {"two ops": "`draw_tokens` of all rows, then `verify_greedy`: "}, 0),
+    ("`draft_children`, bfloat16", "draft_children", "10 16384 10 " + IMAGE.replace("float32", "bfloat16"), (8, 64),
+     {"two ops": "`guided_probs`, then `draw_children`: "}, 0),
+    ("`draft_children`, 6 rows of 4096", "draft_children", "6 4096 6 float32 True False [(1.2, 1.0, 100, 0.8)]", (1,),
+     {"two ops": "the same two: "}, 0),
+    ("`swiglu`, 60 nodes of XL", "swiglu", "3584 bfloat16", (1, 8, 64),
+     {"Liger's": "Liger ", "flashinfer's": "flashinfer "}, 1),
+    ("`rms_norm` with a residual", "rms_norm", "1280 bfloat16 True", (1, 8, 64),
+     {"Liger's": "Liger ", "flashinfer's": "flashinfer "}, 1),
+]
+
+
+def gpu_slower() -> str:
+    times = {(row["op"], row["shape"], row["backend"]): row["median_us"] for row in rows_of(f"{GPU}.json")
+             if row["mode"] == "graph between"}
+    lines = []
+    for title, op, sizes, batches, others, digits in SLOWER:
+        ours, rows = ("triton", 120) if op in ("swiglu", "rms_norm") else ("cuda", 1)  # rows: 60 nodes with guidance
+        texts = [name + " / ".join(f"{times[op, f'{batch * rows} {sizes}', backend]:.{digits}f}" for batch in batches)
+                 for backend, name in {ours: "", **others}.items()]
+        lines.append([title, " / ".join(map(str, batches)), texts[0], ", ".join(texts[1:])])
+    return markdown(["op", "batch", "ours", "others"], *lines)
+
+
+def training() -> str:
+    lines = []
+    for title, name in (("target", "gpt"), ("smaller GPT", "small")):
+        for names, row in zip(("training names", "held-out names"), rows_of(f"training/{name}.jsonl")[-2:]):
+            nll, top1, top10, entropy = (row[f"{names}, {what}"] for what in ("nll", "top1", "top10", "entropy"))
+            lines.append([f"{title}, {names}", f"{nll:.2f} nats", f"{top1:.2f}", f"{top10:.2f}", f"{entropy:.2f} nats"])
+    return markdown(["", "negative log-likelihood", "top-1", "top-10", "entropy"], *lines)
+
+
+def training_mar() -> str:
+    return markdown(["error of the noise", "training names", "held-out names"], *(
+        [title, *(f"{row[f'{names}, noise']:.3f}" for names, row in zip(
+            ("training names", "held-out names"), rows_of(f"training/{name}.jsonl")[-2:]))]
+        for title, name in (("target", "mar"), ("draft model", "mar_draft"))))
+
+
+def readme() -> str:
+    plain, jacobi, eagle = (row_of("demo/compare.csv", temperature="1.0", method=method)
+                            for method in ("vanilla", "jacobi", "eagle1"))
+    gpu = [row_of(f"{GPU}-decode.json", size="XL", batch=batch, method="jacobi:window=16")["times_vanilla"]
+           for batch in (1, 8)]
+    cpu = [row_of(f"{CPU}-decode.json", size=size, method="jacobi:window=4")["times_vanilla"] for size in ("B", "L")]
+    llama = [forward_ms(nodes, "llama.cpp", **model) / forward_ms(nodes, "decoder_layers", **model)
+             for model in FORWARDS.values() for nodes in NODES]
+    imposed = "random, bfloat16, with the shipped model's acceptance"
+    return markdown(
+        ["what", "weights", "result"],
+        ["on an H100, `jacobi` at LlamaGen-XL's sizes", imposed,
+         f"[{gpu[0]:.1f} times](docs/gpu.md#decoding) as fast, {gpu[1]:.1f} times for 8 pictures at once"],
+        ["`jacobi`, the baseline's picture", f"shipped, float32; plain {float(plain['single_seconds']):.2f} s",
+         f"{float(jacobi['single_speedup']):.1f} times as fast"],
+        ["`jacobi` at LlamaGen-B's and L's sizes", imposed, f"{min(cpu):.1f} times as fast"],
+        ["methods with a draft model", "shipped", "slower: two cores have no idle arithmetic; `eagle1` has "
+         f"{float(eagle['tau']):.1f} tokens per forward"],
+        ["a forward by `decoder_layers`, two threads", "shipped and random, LlamaGen's sizes",
+         f"{min(llama):.1f} to {max(llama):.1f} times as fast as llama.cpp"])
+
+
+TABLES = {"compare": compare, "decode": decode, "decode-refresh": decode_refresh, "decode-batch": decode_batch,
+          "forward": forward, "gpu-decode": gpu_decode, "gpu-refresh": gpu_refresh, "refresh-pays": refresh_pays,
+          "gpu-slower": gpu_slower, "training": training, "training-mar": training_mar, "readme": readme}
+
+
+def written(page: str, tables: dict) -> str:
+    """The page with these tables in its blocks. tables: functions by name"""
+    return BLOCK.sub(lambda match: match[1] + match[2] + (tables[match[1]]() if match[1] in tables else match[3])
+                     + match[4], page)
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="only list the documents that differ from the files")
+    check = parser.parse_args().check
+    differing = [path for path in DOCUMENTS if written(path.read_text(), TABLES) != path.read_text()]
+    for path in differing:
+        print(path.relative_to(ROOT))
+        if not check:
+            path.write_text(written(path.read_text(), TABLES))
+    sys.exit(check and bool(differing))
+
+
+if __name__ == "__main__":
+    main()
