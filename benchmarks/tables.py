@@ -228,7 +228,32 @@ def readme() -> str:
          f"{min(llama):.1f} to {max(llama):.1f} times as fast as llama.cpp"])
 
 
-TABLES = {"compare": compare, "decode": decode, "decode-refresh": decode_refresh, "decode-batch": decode_batch,
+def claims(report: str) -> str:
+    return markdown(["", "the paper says", "here", ""], *(
+        [f"[{row['item']}](../benchmarks/results/{report}/{row['item']}.md)", row["the paper says"], row["here"],
+         row["finding"]] for row in rows_of(f"{report}/claims.csv")))
+
+
+def jacobi() -> str:
+    """Tokens per forward and speed over the window, at temperature 1."""
+    rows = [row for row in rows_of("report/jacobi-window.csv") if row["T"] == "1"]
+    speeds = rows_of("report/jacobi-window-seconds.csv")
+    windows = dict.fromkeys(row["window"] for row in rows)
+    last = [row for row in rows if "guess=last" in row["method"]]
+    return markdown(
+        ["window", *windows, "`auto`"],
+        ["tokens per target forward", *(row["tau"] for row in rows if row not in last), ""],
+        ["with first guesses from the last row", *(row["tau"] for row in last), ""],
+        ["speed, single pictures, baseline = 1", *(row["speedup"] for row in speeds)])
+
+
+def budgets() -> str:
+    return markdown(["tv_excess at most", "draft model", "method", "nodes", "tokens per target forward", "tv_excess"], *(
+        [row["tv_excess at most"], row["draft model"], f"`{row['method']}`", row["nodes"],
+         f"{row['tau']} +- {row['+-']}", row["tv_excess"]] for row in rows_of("report/trade-off-budgets.csv")))
+
+
+TABLES = {"claims": lambda: claims("report"), "jacobi": jacobi, "budgets": budgets, "compare": compare, "decode": decode, "decode-refresh": decode_refresh, "decode-batch": decode_batch,
           "forward": forward, "gpu-decode": gpu_decode, "gpu-refresh": gpu_refresh, "refresh-pays": refresh_pays,
           "gpu-slower": gpu_slower, "training": training, "training-mar": training_mar, "readme": readme}
 

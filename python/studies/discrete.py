@@ -33,7 +33,6 @@ from .quality import (
     quality,
 )
 
-MOST_IN_ALL = 800  # pictures that all runs of a claim may have
 LEAST_IMAGES = 12  # with about this many the kernel distance of the strongest relaxation exceeds the noise
 
 
@@ -88,19 +87,19 @@ class DiscreteScope(Scope):
                 *(PictureRun.of(f"{MC_SIM}:delta={ratio:g}") for ratio in self.ratio)]
 
 
-FULL = DiscreteScope(16, 400, 4, True, (0.0, 1.0), (100, 300, 1000), (0.05, 0.1, 0.2, 0.4), (1.1, 1.5, 2.0, 3.0),
+FULL = DiscreteScope(16, 48, 4, True, (0.0, 1.0), (100, 300, 1000), (0.05, 0.1, 0.2, 0.4), (1.1, 1.5, 2.0, 3.0),
                      (0.5, 1.0, 2.0, 4.0))
 QUICK = DiscreteScope(12, 12, 1, False, (1.0,), (100, 1000), (0.1, 0.4), (1.1, 2.0), (1.0, 4.0))
 
 
-def scope_of(quick: bool, images: int | None, timed: int | None, num_prompts: int) -> DiscreteScope:
+def scope_of(quick: bool, images: int | None, timed: int | None, most: int | None, num_prompts: int) -> DiscreteScope:
     """The scope of a report, quick or full.
 
     Raises:
         ValueError: too few pictures for a score, or not every prompt equally often
     """
     scope = QUICK if quick else FULL
-    scope = replace(scope, images=images or scope.images, timed=timed or scope.timed)
+    scope = replace(scope, images=images or scope.images, timed=timed or scope.timed, most=most or scope.most)
     if scope.images < LEAST_IMAGES:
         raise ValueError(f"images must be at least {LEAST_IMAGES}, got {scope.images}: with fewer, baseline pictures "
                          "differ more by chance than the strongest relaxation makes them. The report says how many "
@@ -212,7 +211,7 @@ class DiscreteReport(Report):
                 return 0.0, math.inf, 1
             return mean_and_error(values[drawn], drawn % len(self.study.prompts))
 
-        most = min(self.scope.most, MOST_IN_ALL // len(runs))
+        most = min(self.scope.most, 2 * self.scope.most // len(runs))  # not many times as long for several runs
         return draw_until_decided(estimate, self.looks(self.scope.images, most, temperature), **asked)
 
     def numbers(self, number: str, run: PictureRun) -> np.ndarray:
@@ -236,7 +235,7 @@ class DiscreteReport(Report):
             ratios = np.log(self.study.seconds(jobs[0]).speedup / self.study.seconds(jobs[1]).speedup)
             return mean_and_error(ratios, np.zeros(count))
 
-        counts = self.looks(max(4, self.scope.timed), self.scope.most // 8, temperature)
+        counts = self.looks(max(4, self.scope.timed), self.scope.most // 3, temperature)
         return draw_until_decided(estimate, counts, least=math.log1p(SMALL_CHANGE))
 
     def gain(self, a: str, b: str, margin: float | None = None) -> tuple[bool | None, str]:
@@ -289,10 +288,9 @@ class DiscreteReport(Report):
             "CLIP score, HPSv2, ImageReward and the aesthetic predictor need weights that no package brings: not "
             "measured (`--score` takes them).", "",
             "A claim is decided by an interval of 95 %, over pictures of these prompts: pictures are drawn until it "
-            f"decides, up to {scope.counts(scope.images, scope.most)[-1]} of a method and about {MOST_IN_ALL} of all "
-            "methods of the claim, with a correction for looking again. Drawing stops where these would not decide; "
-            f"then the page says roughly how many would. A gain below {SMALL_CHANGE:.0%} in tau or in seconds is none.",
-            "",
+            f"decides, up to {scope.counts(scope.images, scope.most)[-1]} of a method (`--most`) and twice as many in "
+            "all, with a correction for looking again. Drawing stops where these would not decide; then the page says "
+            f"roughly how many would. A gain below {SMALL_CHANGE:.0%} in tau or in seconds is none.", "",
             "The papers' models have 0.8 to 7 billion parameters on GPUs, ours has millions on what is named above: "
             "only trends can agree. In their tables (python/studies/papers) `mark` says `restored` where a damaged "
             "text was mended from other places of the paper, and `contradicts` where the paper contradicts itself; a "

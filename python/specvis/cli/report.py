@@ -43,12 +43,14 @@ except ModuleNotFoundError as error:
               help="Pictures a method, decoded in batches. [default: 16, quick 12; with --continuous 4, quick 2]")
 @click.option("--timed", type=click.IntRange(1, MAX_COUNT),
               help="Pictures a method, timed alone. [default: 4, quick 1]")
+@click.option("--most", type=click.IntRange(1, MAX_COUNT),
+              help="Pictures that a method may have to decide a claim. [default: 48, quick 12]")
 @click.option("--score", "scores", multiple=True, help="One more score, as clip=my_module:function; the function takes "
               "pictures (n, H, W, 3) uint8 and n prompts and returns n numbers.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for the report and its runs. [default: "
               "out/report; with --continuous out/report-continuous]")
 @sampling_options
-def report(is_continuous, names, quick, images, timed, scores, out, seed, guidance, top_k, top_p, model, device):
+def report(is_continuous, names, quick, images, timed, most, scores, out, seed, guidance, top_k, top_p, model, device):
     """The papers' tables and figures on this model, beside the papers' own numbers.
 
     Every run is saved in the folder: after an interruption the same command goes on where it stopped.
@@ -73,7 +75,7 @@ def report(is_continuous, names, quick, images, timed, scores, out, seed, guidan
             register_scores(scores)
             settings = filters_for(model, guidance, top_k, top_p)
             Sampling.of([seed], **settings)  # values out of their range are reported before the model is loaded
-            scope = discrete.scope_of(quick, images, timed, len(reference_pictures(model)[0]))
+            scope = discrete.scope_of(quick, images, timed, most, len(reference_pictures(model)[0]))
             pipeline = load_model(Method, model, device)
             made = DiscreteReport.of(pipeline, model, folder(), scope, seed=seed, **settings)
         write_report(made, items, command=command, whole=not names)
@@ -83,6 +85,7 @@ def refuse_discrete_options() -> None:
     """Raise ValueError where options are given that mean nothing for continuous tokens."""
     refuse_filters("--continuous")
     for name, reason in (("timed", "what is timed is timed in batches"),
+                         ("most", "its claims have as many pictures as its tables"),
                          ("scores", "its pictures are too few to score")):
         if is_given(name):
             raise ValueError(f"{name.removesuffix('s')} must not be given with --continuous: {reason}")
