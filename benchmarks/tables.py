@@ -248,13 +248,15 @@ def jacobi() -> str:
 
 
 def budgets() -> str:
-    return markdown(["tv_excess at most", "draft model", "method", "nodes", "tokens per target forward", "tv_excess"], *(
+    head = ["tv_excess at most", "draft model", "method", "nodes", "tokens per target forward", "tv_excess"]
+    return markdown(head, *(
         [row["tv_excess at most"], row["draft model"], f"`{row['method']}`", row["nodes"],
          f"{row['tau']} +- {row['+-']}", row["tv_excess"]] for row in rows_of("report/trade-off-budgets.csv")))
 
 
-TABLES = {"claims": lambda: claims("report"), "jacobi": jacobi, "budgets": budgets, "compare": compare, "decode": decode, "decode-refresh": decode_refresh, "decode-batch": decode_batch,
-          "forward": forward, "gpu-decode": gpu_decode, "gpu-refresh": gpu_refresh, "refresh-pays": refresh_pays,
+TABLES = {"compare": compare, "jacobi": jacobi, "budgets": budgets, "claims": lambda: claims("report"),
+          "decode": decode, "decode-refresh": decode_refresh, "decode-batch": decode_batch, "forward": forward,
+          "gpu-decode": gpu_decode, "gpu-refresh": gpu_refresh, "refresh-pays": refresh_pays,
           "gpu-slower": gpu_slower, "training": training, "training-mar": training_mar, "readme": readme}
 
 

@@ -65,7 +65,7 @@ def table_1(report: DiscreteReport, section: Section) -> None:
                   f"{pictures(EAGLE2).mean_nodes:.1f}")
     shallower = report.contrast("mean depth", {EAGLE2: 1.0, COMPARED["ADT-Tree"]: -1.0})
     section.claim("ADT-Tree's trees are shallower than EAGLE-2's at temperature 1", shallower.holds,
-                  f"by {shallower} levels")
+                  f"levels that EAGLE-2's trees have more: {shallower}")
     section.claim("LANTERN's acceptance adds to ADT-Tree's",
                   *report.gain(COMPARED["ADT-Tree + LANTERN"], COMPARED["ADT-Tree"]))
 

@@ -96,7 +96,7 @@ def table_3(report: DiscreteReport, section: Section) -> None:
     section.text("The paper's later version (v3, ICLR 2025) has these speed-ups:")
     section.table([{column: row[column] for column in ("T", "method", "speed-up")}
                    for row in papers.table("lantern-table-3") if row["version"] == "v3"], "-v3")
-    section.text("Here: k of fewer codes, so a larger part of them. CLIP score needs weights that no package brings.")
+    section.text("Here k is of fewer codes, so a larger part of them. CLIP score needs weights that no package brings.")
     report.noise(section, [run for run in runs_of("lantern-table-3", version="v1", T="1")[1:]])
     section.text("At temperature 0 the baseline has one picture a prompt: the noise is 0, every change counts.")
     for T in report.scope.temperatures:
@@ -123,6 +123,8 @@ SMALL_SHARE = 0.05  # of pictures: a smaller change is none
       lambda scope: [scope.baseline(), *runs_of("lantern-table-4")], quick=False)
 def table_4(report: DiscreteReport, section: Section) -> None:
     section.beside("lantern-table-4", lambda row: report.cells(run_of(row)))
+    section.text(f"Here k is of {report.study.pipeline.gpt.config.vocabulary} codes and not of 16384, so a larger part "
+                 "of them: even random neighbors are many.")
     runs = {(run.method.acceptance.metric, run.method.acceptance.cutoff, run.method.acceptance.delta): run
             for run in runs_of("lantern-table-4")}
     report.noise(section, list(runs.values()))

@@ -307,6 +307,7 @@ def test_the_summary_says_who_wins():
     (["--only", "lantern-table-2"], "unknown table or figure 'lantern-table-2'; known: table-1"),
     (["--top-k", "5"], "top_k must not be given with --continuous: continuous tokens have no filters"),
     (["--top-p", "0.5"], "top_p must not be given with --continuous"),
+    (["--most", "9"], "most must not be given with --continuous"),
     (["--timed", "2"], "timed must not be given with --continuous"),
     (["--score", "a=b:c"], "score must not be given with --continuous"),
     (["--images", "1"], "images must be at least 2 for continuous tokens, got 1"),
