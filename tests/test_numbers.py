@@ -10,8 +10,6 @@ import pytest
 from benchmarks import tables
 
 OPEN = {  # page -> its sections ("": the introduction) that a new report rewrites
-    "measurements.md": ("", "Jacobi decoding", "Speed against distance", "The papers' tables and figures"),
-    "methods.md": ("Which one to choose",),
     "continuous.md": ("", "What was measured"),
 }
 OTHERS = {  # page -> its sections without measurements of ours: settings, examples, versions, other people's

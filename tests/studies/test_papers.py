@@ -162,7 +162,8 @@ def unknown(text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_what_a_document_says_of_a_paper_is_in_the_tables(path):
-    assert unknown(path.read_text()) == []
+    """But for the table of claims: it is written from the report, which computes what it says of the papers."""
+    assert unknown(re.sub(r"<!-- table: claims -->.*?<!-- end -->", "", path.read_text(), flags=re.S)) == []
 
 
 def test_a_wrong_number_in_a_document_is_found():
