@@ -281,7 +281,7 @@ class DiscreteReport(Report):
             f"{len(self.study.prompts)} prompts; guidance {settings['guidance']:g}, top-k {settings['top_k']}, "
             f"top-p {settings['top_p']:g}. Seconds are of single pictures, {scope.timed} a method, everything "
             "else of pictures decoded in batches.", "",
-            "The baseline is plain decoding, `vanilla`; its pictures are drawn by `jacobi`, which draws the same. "
+            "The baseline is plain decoding, `vanilla`; `jacobi` draws its pictures, which are the same. "
             "Frechet and kernel distance are to these, on features of an ImageNet network (EfficientNet-Lite0); the "
             "inception score is on its classes; nearest name is the share of pictures whose features are nearest to "
             "those of the picture that their prompt names. `tv_excess` is added total variation per token, estimated. "
