@@ -64,7 +64,7 @@ class ContinuousScope(Scope):
 
 FULL = ContinuousScope(4, 2, 5, 2, {"cspd-released": (1, 2, 4, 8, 16, 32), "cspd": (1, 2, 4), "cspd-path": (1, 2, 4)},
                        (1, 8, 32), 8, (1.0, 4.0), (0.9, 1.05), (0.05, 0.25, 0.75), 4096, 128)
-QUICK = ContinuousScope(2, 2, 4, 2, {"cspd-released": (2, 8, 32), "cspd": (4,), "cspd-path": (4,)},
+QUICK = ContinuousScope(2, 2, 4, 2, {"cspd-released": (2, 8, 32), "cspd": (1,), "cspd-path": (1,)},
                         (1, 8), 8, (4.0,), (0.9,), (0.05, 0.5), 512, 0)
 
 
