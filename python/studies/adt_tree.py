@@ -17,30 +17,37 @@ from .quality import mean_and_error
 
 ITEMS: dict[str, Item] = {}
 ANOLE = "width_step=3:widths=4,13"  # ADT-Tree's steps and bounds for Anole; the recipe has LlamaGen's
-COMPARED = {"EAGLE-2": EAGLE2, "LANTERN": lantern(1000, 0.4), "ADT-Tree": f"adt-tree:{ANOLE}",
-            "ADT-Tree + LANTERN": f"adt-tree+lantern:{ANOLE}:k=1000:delta=0.4"}
 FORCED_BATCH = 8  # pictures that the models read at once
+
+
+def compared(scope: DiscreteScope) -> dict[str, str]:
+    """The methods of the paper's tables by name."""
+    k = scope.own_k(1000)
+    return {"EAGLE-2": EAGLE2, "LANTERN": lantern(k, 0.4), "ADT-Tree": f"adt-tree:{ANOLE}",
+            "ADT-Tree + LANTERN": f"adt-tree+lantern:{ANOLE}:k={k}:delta=0.4"}
 
 
 def table_1_jobs(scope: DiscreteScope) -> Iterator[PictureRun | Latency]:
     yield scope.baseline()
     for T in scope.temperatures:
-        for text in COMPARED.values():
+        for text in compared(scope).values():
             yield PictureRun.of(text, T)
             yield Latency.of(text, T)
 
 
 @item(ITEMS, "adt-table-1", "ADT-Tree, Tables I to IV: speed, mean depth and quality", table_1_jobs, quick=False)
 def table_1(report: DiscreteReport, section: Section) -> None:
+    scope, methods = report.scope, compared(report.scope)
+
     def pictures(text: str, T: float = 1.0) -> DiscretePictures:
         return report.study.pictures(PictureRun.of(text, T))
 
     def here(row: dict[str, str]) -> dict:
-        if float(row["T"]) not in report.scope.temperatures:
+        if float(row["T"]) not in scope.temperatures:
             return {}
         if row["method"] == "Anole":
             return {"speed-up": 1.0, "tau": 1.0}
-        run = PictureRun.of(COMPARED[row["method"]], float(row["T"]))
+        run = PictureRun.of(methods[row["method"]], float(row["T"]))
         those = report.study.pictures(run)
         return {"speed-up": report.speedup(run), "tau": those.tau, "mean depth": those.mean_depth,
                 "mean nodes": those.mean_nodes, "acceptance": those.decoded.acceptance_rate}
@@ -49,25 +56,26 @@ def table_1(report: DiscreteReport, section: Section) -> None:
     section.beside("adt-table-2", here, "-parti")
     section.text("Here both tables have the same runs: EAGLE-2's and LANTERN's trees have 5 levels, ADT-Tree's the "
                  "steps and bounds that the paper has for Anole, all at most 60 nodes, and a depth is of drafted "
-                 "levels. HPSv2 and CLIP score need weights that no package brings. Quality at temperature 1:")
-    runs = {name: PictureRun.of(text) for name, text in COMPARED.items()}
+                 f"levels. {scope.about_k(1000)} HPSv2 and CLIP score need weights that no package brings. Quality at "
+                 "temperature 1:")
+    runs = {name: PictureRun.of(text) for name, text in methods.items()}
     section.beside("adt-table-3", lambda row: {} if row["method"] == "Anole" else
                    report.quality(runs[row["method"]]), "-quality", data="COCO")
     report.noise(section, list(runs.values()))
-    for T in report.scope.temperatures[::-1]:
+    for T in scope.temperatures[::-1]:
         speed = [papers.value("adt-table-1", "speed-up", T=T, method=name) for name in ("ADT-Tree", "EAGLE-2")]
-        finding = report.faster(COMPARED["ADT-Tree"], EAGLE2, T)
+        finding = report.faster(methods["ADT-Tree"], EAGLE2, T)
         section.claim(f"at temperature {T:g} ADT-Tree is faster than EAGLE-2, {speed[0] / speed[1]:.2f} times",
                       finding.holds, f"{finding.factor} in seconds of single pictures")
-    holds, evidence = report.no_gain(COMPARED["ADT-Tree"], EAGLE2)
+    holds, evidence = report.no_gain(methods["ADT-Tree"], EAGLE2)
     section.claim("at temperature 1 ADT-Tree does not accept more than EAGLE-2: its gain is cheaper trees", holds,
-                  f"{evidence}; mean nodes {pictures(COMPARED['ADT-Tree']).mean_nodes:.1f} against "
+                  f"{evidence}; mean nodes {pictures(methods['ADT-Tree']).mean_nodes:.1f} against "
                   f"{pictures(EAGLE2).mean_nodes:.1f}")
-    shallower = report.contrast("mean depth", {EAGLE2: 1.0, COMPARED["ADT-Tree"]: -1.0})
+    shallower = report.contrast("mean depth", {EAGLE2: 1.0, methods["ADT-Tree"]: -1.0})
     section.claim("ADT-Tree's trees are shallower than EAGLE-2's at temperature 1", shallower.holds,
                   f"levels that EAGLE-2's trees have more: {shallower}")
     section.claim("LANTERN's acceptance adds to ADT-Tree's",
-                  *report.gain(COMPARED["ADT-Tree + LANTERN"], COMPARED["ADT-Tree"]))
+                  *report.gain(methods["ADT-Tree + LANTERN"], methods["ADT-Tree"]))
 
 
 BASES = {"TokenFlock": "adt-tree:start=tokenflock", "depth from 1": "adt-tree:flat_depth=1",

@@ -190,6 +190,7 @@ def decided(value: float, half: float) -> bool | None:
 
 
 SMALL_CHANGE = 0.02  # of tau or of seconds: a smaller gain is none
+SMALL_EXCESS = 1e-3  # of added total variation per token: a smaller difference is none
 
 
 def all_hold(*holds: bool | None) -> bool | None:
@@ -237,13 +238,14 @@ def draw_until_decided(estimate: Callable[[int], tuple[float, float, int]], coun
         estimate: from a number of pictures, which it draws, a mean over them, its standard error, and the error's
                   degrees of freedom
         counts:   the numbers of pictures of the looks, growing
-        least:    is the mean above 0, and at least this? It is not if it is below this
+        least:    is the mean above 0, and was at least this measured? It is not if it is below this
         margin:   another question: is the mean nearer to 0 than this?
     """
     for look, count in enumerate(counts):
         value, error, freedom = estimate(count)
         half, last = (float(t.ppf(1 - 0.05 / (2 * len(counts)), n)) * error for n in (freedom, counts[-1] - 1))
-        is_so = value >= least if margin is None else abs(value) < margin
+        last = half if count == counts[-1] else last
+        is_so = 0 < value >= least if margin is None else abs(value) < margin
         gap = abs(margin - abs(value)) if margin is not None else value if is_so else least - value
         if gap > half > 0 or not half and count == counts[-1]:
             return Finding(value, half, count, bool(is_so), count)

@@ -36,6 +36,7 @@ from .quality import (
 LEAST_IMAGES = 12  # with about this many the kernel distance of the strongest relaxation exceeds the noise
 
 
+PAPER_CODES = 16384  # of LlamaGen, in LANTERN's paper
 TREES = "depth=5:width=10:nodes=60"  # of EAGLE-2, as LANTERN and ADT-Tree compare with it
 EAGLE2 = f"eagle2:{TREES}"
 
@@ -56,10 +57,24 @@ class DiscreteScope(Scope):
     timed: int                   # pictures of each latency
     curves: bool                 # does the trade-off have them?
     temperatures: tuple[float, ...]
-    k: tuple[int, ...]
+    paper_k: tuple[int, ...]     # LANTERN's, as its paper has them
     delta: tuple[float, ...]     # LANTERN's
     omega: tuple[float, ...]     # COOL-SD's delta
     ratio: tuple[float, ...]     # LANTERN++'s lambda
+    codes: int = PAPER_CODES     # of the model's codebook
+
+    def own_k(self, k: int) -> int:
+        """As large a part of the model's codebook as k is of LlamaGen's, and at most k."""
+        return min(k, max(1, round(k * self.codes / PAPER_CODES)))
+
+    @property
+    def k(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(map(self.own_k, self.paper_k)))
+
+    def about_k(self, *ks: int) -> str:
+        """A sentence: our k beside these of the paper."""
+        ours, theirs = (", ".join(map(str, those)) for those in (map(self.own_k, ks), ks))
+        return f"Here k is {ours} of {self.codes} codes, where LANTERN's paper has {theirs} of {PAPER_CODES}."
 
     def baseline(self, temperature: float = 1.0) -> PictureRun:
         """Pictures that others are compared with. `jacobi` draws them: they are plain decoding's, token for token.
@@ -126,6 +141,7 @@ class DiscreteReport(Report):
             ValueError: `out` holds runs of another model, version or setting, or a package is missing
         """
         prompts, pictures = reference_pictures(weights)
+        scope = replace(scope, codes=pipeline.gpt.config.vocabulary)
         study = DiscreteStudy(pipeline, out / "runs", prompts, images=scope.images, timed=scope.timed, **settings)
         references, _ = network()(pictures[:min(scope.images, len(prompts))])
         return DiscreteReport(study, scope, out, references=references)
@@ -223,8 +239,9 @@ class DiscreteReport(Report):
         return np.where(pictures.decoded.failed, np.nan, values)
 
     def looks(self, first: int, most: int, temperature: float) -> list[int]:
-        """The numbers of pictures that a claim is looked at with; greedy ones do not differ by their seed."""
-        most = most if temperature else min(most, len(self.study.prompts))
+        """The numbers of pictures that a claim is looked at with, not fewer than the tables have; greedy ones do not
+        differ by their seed."""
+        most = max(first, most) if temperature else min(max(first, most), len(self.study.prompts))
         return self.scope.counts(min(first, most), most)
 
     def faster(self, a: str, b: str, temperature: float = 1.0) -> Finding:
@@ -247,8 +264,9 @@ class DiscreteReport(Report):
         usual = self.tau(b)
         finding = self.contrast("tau", {a: 1.0, b: -1.0}, **{name: share * usual for name, share in asked.items()})
         tau = [self.study.pictures(PictureRun.of(text, count=finding.pictures)).tau for text in (a, b)]
+        wanted = f"above 0, {SMALL_CHANGE:.0%} or more measured" if margin is None else f"within {margin:.0%}"
         return finding.holds, (f"tau {tau[0]:.2f} against {tau[1]:.2f}, {tau[0] / tau[1]:.2f} times: {finding} (asked: "
-                               + (f"at least {SMALL_CHANGE:.0%} more)" if margin is None else f"within {margin:.0%})"))
+                               f"{wanted})")
 
     def no_gain(self, a: str, b: str) -> tuple[bool | None, str]:
         """Say whether a's tau is not larger than b's at temperature 1, and put it in words."""
@@ -288,9 +306,10 @@ class DiscreteReport(Report):
             "CLIP score, HPSv2, ImageReward and the aesthetic predictor need weights that no package brings: not "
             "measured (`--score` takes them).", "",
             "A claim is decided by an interval of 95 %, over pictures of these prompts: pictures are drawn until it "
-            f"decides, up to {scope.counts(scope.images, scope.most)[-1]} of a method (`--most`) and twice as many in "
-            "all, with a correction for looking again. Drawing stops where these would not decide; then the page says "
-            f"roughly how many would. A gain below {SMALL_CHANGE:.0%} in tau or in seconds is none.", "",
+            f"decides, up to {scope.counts(scope.images, scope.most)[-1]} of a method (`--most`), twice as many in "
+            "all, a third of it where seconds are asked, with a correction for looking again. Drawing stops where "
+            f"these would not decide; then the page says roughly how many would. A gain below "
+            f"{SMALL_CHANGE:.0%} in tau or in seconds is none.", "",
             "The papers' models have 0.8 to 7 billion parameters on GPUs, ours has millions on what is named above: "
             "only trends can agree. In their tables (python/studies/papers) `mark` says `restored` where a damaged "
             "text was mended from other places of the paper, and `contradicts` where the paper contradicts itself; a "

@@ -8,7 +8,7 @@ from specvis.decoding.methods import METHODS, Method
 from specvis.study.discrete import Latency, PictureRun
 from specvis.study.plots import curve_styles, method_color, method_style
 
-from .base import Finding, Item, item
+from .base import SMALL_EXCESS, Finding, Item, item
 from .discrete import DiscreteReport, DiscreteScope
 from .jacobi import relaxed_runs
 from .page import Section, axes, label
@@ -92,13 +92,14 @@ def curve_gap(report: DiscreteReport, number: str, a: list[PictureRun], b: list[
     if low >= high:
         return None, (low, high)
     x = np.linspace(low, high, 50)
+    least = {"least": SMALL_EXCESS} if number == "tv_excess" else {}
     weights = {}  # the mean of a linear interpolation is a weighted sum of its points
     for runs, sign in ((a, 1.0), (b, -1.0)):
         order = sorted(runs, key=tau.get)
         for run in order:
             weights[run] = sign * np.interp(x, [tau[other] for other in order],
                                             [float(other == run) for other in order]).mean()
-    return report.contrast(number, {run: weight for run, weight in weights.items() if weight}), (low, high)
+    return report.contrast(number, {run: weight for run, weight in weights.items() if weight}, **least), (low, high)
 
 
 def all_methods(scope: DiscreteScope) -> Iterator[PictureRun]:
@@ -121,8 +122,8 @@ def trade_off(report: DiscreteReport, section: Section) -> None:
     rows = sorted((report.row(run) | speedups.get(run.method, {}) for run in runs), key=lambda row: row["tau"])
     section.text("tau is tokens per target forward (of trees of `nodes` nodes), of pictures decoded in batches. "
                  "speedup is in seconds of single pictures, of the methods that `latency` times: as their recipes "
-                 "have them, so that Jacobi decoding chooses its window. tv_excess is the added total variation per "
-                 "token, estimated: what relaxed acceptance added.")
+                 "have them, so that Jacobi decoding chooses its window and LANTERN's k is 100. tv_excess is the added "
+                 "total variation per token, estimated: what relaxed acceptance added.")
     section.figure(plot_curves(report, runs, timed),
                    "Left and middle: added total variation per token and kernel distance to baseline pictures (band: "
                    "the baseline's own), over tokens per target forward, a curve for each relaxed method over how much "

@@ -21,7 +21,7 @@ SJD, SCD, GSD = "SJD, arXiv:2410.01699", "coupled SJD, arXiv:2510.24211", "GSD, 
 
 def windows(scope: DiscreteScope) -> tuple[int, ...]:
     """The windows of the curves: of a quick report every second one."""
-    return WINDOWS if len(scope.k) > 2 else WINDOWS[1::2]
+    return WINDOWS if scope.curves else WINDOWS[1::2]
 
 
 def window_runs(scope: DiscreteScope) -> dict[str, list[PictureRun]]:

@@ -17,18 +17,18 @@ from .quality import mean_and_error, network
 ITEMS: dict[str, Item] = {}
 
 
-def run_of(row: dict[str, str], temperature: float = 1.0) -> PictureRun:
+def run_of(row: dict[str, str], scope: DiscreteScope) -> PictureRun:
     """Our run of a row of the paper's tables."""
     text = {"plain": "vanilla", "EAGLE-2": EAGLE2, "LANTERN": ""}[row.get("method", "LANTERN")]
     if not text:
         changed = {name: row[column].lower() for name, column in (("metric", "nearness"), ("cutoff", "divergence"))
                    if row.get(column) not in (None, "l2", "TVD")}
-        text = lantern(int(row.get("k", 1000)), float(row["delta"]), **changed)
-    return PictureRun.of(text, float(row.get("T", temperature)))
+        text = lantern(scope.own_k(int(row.get("k", 1000))), float(row["delta"]), **changed)
+    return PictureRun.of(text, float(row.get("T", 1.0)))
 
 
-def runs_of(name: str, **where: str) -> list[PictureRun]:
-    return [run_of(row) for row in papers.table(name) if where.items() <= row.items()]
+def runs_of(name: str, scope: DiscreteScope, **where: str) -> list[PictureRun]:
+    return [run_of(row, scope) for row in papers.table(name) if where.items() <= row.items()]
 
 
 NAIVE = {"speculative decoding, LlamaGen-L drafts": "speculative", "EAGLE-2": EAGLE2}
@@ -52,7 +52,7 @@ def table_2(report: DiscreteReport, section: Section) -> None:
     runs = {(k, delta): PictureRun.of(lantern(k, delta)) for k in scope.k for delta in scope.delta}
 
     def here(row: dict[str, str]) -> dict:
-        run = run_of(row)
+        run = run_of(row, scope)
         if row["method"] == "LANTERN" and run not in scope.grid:
             return {}
         pictures = study.pictures(run)
@@ -60,9 +60,9 @@ def table_2(report: DiscreteReport, section: Section) -> None:
                 "tau": pictures.tau}
 
     section.beside("lantern-table-2", here)
-    section.text(f"Here: temperature 1, codes of {study.pipeline.gpt.config.vocabulary}, k counts other codes than the "
-                 "draft's own, and a level has up to 10 drafts: it is accepted if one of them is, while the paper's "
-                 "number is of one drafted token.")
+    section.text(f"{scope.about_k(*scope.paper_k)} Ours counts other codes than the draft's own. Our temperature is 1, "
+                 "and a level has up to 10 drafts: it is accepted if one of them is, while the paper's number is of "
+                 "one drafted token.")
     tau = np.array([[study.pictures(runs[k, delta]).tau for delta in scope.delta] for k in scope.k])
     figure, ((axis,),) = axes(1, 1, 4.2, 3)
     heatmap(axis, tau, scope.k, scope.delta, "tau", ("k", "delta"))
@@ -76,7 +76,7 @@ def table_2(report: DiscreteReport, section: Section) -> None:
 
 
 def table_3_jobs(scope: DiscreteScope) -> Iterator[PictureRun | Latency]:
-    for run in runs_of("lantern-table-3", version="v1"):
+    for run in runs_of("lantern-table-3", scope, version="v1"):
         if run.temperature in scope.temperatures:
             yield from ([scope.baseline(run.temperature)] if run.method.is_baseline else
                         [run, Latency(run.method, run.temperature)])
@@ -84,9 +84,11 @@ def table_3_jobs(scope: DiscreteScope) -> Iterator[PictureRun | Latency]:
 
 @item(ITEMS, "lantern-table-3", "LANTERN, Table 3: speed and quality at temperature 0 and 1", table_3_jobs)
 def table_3(report: DiscreteReport, section: Section) -> None:
+    scope = report.scope
+
     def here(row: dict[str, str]) -> dict:
-        run = run_of(row)
-        if run.temperature not in report.scope.temperatures:
+        run = run_of(row, scope)
+        if run.temperature not in scope.temperatures:
             return {}
         if run.method.is_baseline:
             return {"speed-up": 1.0, "tau": 1.0}
@@ -96,17 +98,18 @@ def table_3(report: DiscreteReport, section: Section) -> None:
     section.text("The paper's later version (v3, ICLR 2025) has these speed-ups:")
     section.table([{column: row[column] for column in ("T", "method", "speed-up")}
                    for row in papers.table("lantern-table-3") if row["version"] == "v3"], "-v3")
-    section.text("Here k is of fewer codes, so a larger part of them. CLIP score needs weights that no package brings.")
-    report.noise(section, [run for run in runs_of("lantern-table-3", version="v1", T="1")[1:]])
-    section.text("At temperature 0 the baseline has one picture a prompt: the noise is 0, every change counts.")
-    for T in report.scope.temperatures:
-        best = [run for run in runs_of("lantern-table-3", version="v1") if run.temperature == T][-1].method.label
+    section.text(f"{scope.about_k(1000)} CLIP score needs weights that no package brings.")
+    report.noise(section, runs_of("lantern-table-3", scope, version="v1", T="1")[1:])
+    if 0.0 in scope.temperatures:
+        section.text("At temperature 0 the baseline has one picture a prompt: the noise is 0, every change counts.")
+    for T in scope.temperatures:
+        best = [run for run in runs_of("lantern-table-3", scope, version="v1") if run.temperature == T][-1].method.label
         ratios = [papers.value("lantern-table-3", "speed-up", version="v3", T=T, method=method)
                   for method in ("LANTERN", "EAGLE-2")]
         finding = report.faster(best, EAGLE2, T)
         section.claim(f"at temperature {T:g} LANTERN is faster than EAGLE-2, {ratios[0] / ratios[1]:.2f} times (v3)",
                       finding.holds, f"{finding.factor} in seconds of single pictures")
-    run = runs_of("lantern-table-3", version="v1", T="1")[-1]
+    run = runs_of("lantern-table-3", scope, version="v1", T="1")[-1]
     name = report.contrast("nearest name", {run: 1.0, PictureRun.of("jacobi"): -1.0}, margin=SMALL_SHARE)
     section.claim("LANTERN keeps the agreement with the prompt (CLIP score)", name.holds,
                   f"the share of pictures that are nearest to their prompt's differs from the baseline's by {name}; "
@@ -120,13 +123,13 @@ SMALL_SHARE = 0.05  # of pictures: a smaller change is none
 
 
 @item(ITEMS, "lantern-table-4", "LANTERN, Table 4: metric of nearness and measure of divergence",
-      lambda scope: [scope.baseline(), *runs_of("lantern-table-4")], quick=False)
+      lambda scope: [scope.baseline(), *runs_of("lantern-table-4", scope)], quick=False)
 def table_4(report: DiscreteReport, section: Section) -> None:
-    section.beside("lantern-table-4", lambda row: report.cells(run_of(row)))
-    section.text(f"Here k is of {report.study.pipeline.gpt.config.vocabulary} codes and not of 16384, so a larger part "
-                 "of them: even random neighbors are many.")
+    scope = report.scope
+    section.beside("lantern-table-4", lambda row: report.cells(run_of(row, scope)))
+    section.text(scope.about_k(1000))
     runs = {(run.method.acceptance.metric, run.method.acceptance.cutoff, run.method.acceptance.delta): run
-            for run in runs_of("lantern-table-4")}
+            for run in runs_of("lantern-table-4", scope)}
     report.noise(section, list(runs.values()))
     near, far, jsd = (runs[key] for key in (("l2", "tvd", 0.2), ("random", "tvd", 0.2), ("l2", "jsd", 0.2)))
     tokens = [report.study.pictures(run).decoded.tokens for run in (near, runs["cosine", "tvd", 0.2])]
@@ -147,11 +150,11 @@ def table_4(report: DiscreteReport, section: Section) -> None:
 
 
 def resampled(report: DiscreteReport, tokens: Tensor) -> dict[str, Tensor]:
-    """Tokens (n, L) of pictures, and each of them replaced by one of its nearest codes, drawn uniformly."""
+    """Tokens (n, L) of pictures, and each of them replaced by one of its k nearest codes, drawn uniformly."""
     V = report.study.pipeline.gpt.config.vocabulary
     pick = torch.randint(2**31, tokens.shape, generator=torch.Generator().manual_seed(0))
     versions = {"as drawn": tokens}
-    for k in (k for k in (10, 30, 100, 300) if k < V):
+    for k in dict.fromkeys(map(report.scope.own_k, (30, 100, 300, 1000))):
         neighbors = report.study.pipeline.neighbors(k).long().cpu()
         nearest = torch.cat([torch.arange(V)[:, None], neighbors], 1)  # the code itself is the first of its nearest
         versions[f"{k} nearest"] = nearest[tokens].gather(2, (pick % k)[..., None])[..., 0]
@@ -184,10 +187,8 @@ def figure_3(report: DiscreteReport, section: Section) -> None:
         rows.append({"codes": name, "PSNR (dB)": float((10 * np.log10(255**2 / error.clip(1e-9))).mean()),
                      "cosine of features": float(cosines(name).mean())})
     section.table(rows)
-    V = study.pipeline.gpt.config.vocabulary
-    section.text(f"Of {V} codes 100 are {100 / V:.1%}; of LlamaGen's 16384 they are 0.6 %: the row of 30 is the like "
-                 "of the paper's.")
-    kept, lost = cosines("30 nearest" if "30 nearest" in vectors else rows[0]["codes"]), cosines("any code")
+    section.text(report.scope.about_k(100))
+    kept, lost = cosines(f"{report.scope.own_k(100)} nearest"), cosines("any code")
     finding = draw_until_decided(lambda count: mean_and_error(kept - (1 + lost) / 2, np.zeros(count)), [len(kept)])
     section.claim("a picture survives that its codes are redrawn among their nearest", finding.holds,
                   f"features keep a cosine of {kept.mean():.2f}, with any code {lost.mean():.2f}; above the middle of "
@@ -239,7 +240,7 @@ def figures_5_7(report: DiscreteReport, section: Section) -> None:
     cost = report.contrast("kernel distance", {more: 1.0, small: -1.0}, least=worse.value / 4)
     section.claim(text, None if cost.holds is None else not cost.holds,
                   f"at delta {scope.delta[0]:g} the kernel distance grows {cost}; asked: by less than a quarter of the "
-                  f"above, {worse.value / 4:.2g}")
+                  f"above, {worse.value / 4:.2g} as it was measured")
 
 
 def picture_grid(report: DiscreteReport, runs: dict[tuple[int, float], PictureRun], index: int):

@@ -172,7 +172,8 @@ def register_scores(texts: tuple[str, ...]) -> None:
         try:
             score = getattr(import_module(module), function)
             values = np.asarray(score(np.zeros((2, 64, 64, 3), np.uint8), ["red heart", "blue heart"]))
-            if not name or name in (*DISTANCES, *SCORES) or values.shape != (2,):
+            taken = *DISTANCES, *SCORES, "tau", "nodes", "tv_excess", "speedup", "speed-up"
+            if not name or name in taken or values.shape != (2,):
                 raise ValueError("it needs a name of its own, and must return a number for each of two pictures")
         except (ImportError, AttributeError, TypeError, ValueError) as error:  # absent, or not of this form
             raise ValueError(f"score must be like clip=my_module:function, got {text!r}: {error}") from error

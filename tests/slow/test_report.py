@@ -39,7 +39,7 @@ PROMPTS = ["red heart", "blue heart", "plain red heart", "heart"]
 
 @pytest.fixture(scope="module")
 def pipeline():
-    """16 tokens of 1100 codes: every k of the report is within."""
+    """16 tokens of 1100 codes."""
     tiny = tiny_pipeline()
     config = dataclasses.replace(tiny.gpt.config, vocabulary=1100)
     codes = dataclasses.replace(tiny.tokenizer.config, codebook_size=1100)
@@ -290,9 +290,9 @@ def test_a_claim_draws_as_many_pictures_as_decide(study, pipeline, small_side):
     scope = dataclasses.replace(FULL, images=4, most=16)
     references = np.random.default_rng(0).normal(size=(4, 1280))
     report = DiscreteReport(study, scope, study.folder.parent, references=references, at_work="an item")
-    clear = report.contrast("tau", {"lantern:k=1000:delta=0.4": 1.0, "vanilla": -1.0})
+    clear = report.contrast("tau", {"lantern:k=250:delta=0.4": 1.0, "vanilla": -1.0})
     assert clear.holds and clear.pictures == 4
-    assert not report.contrast("tau", {"vanilla": 1.0, "lantern:k=1000:delta=0.4": -1.0}).holds
+    assert not report.contrast("tau", {"vanilla": 1.0, "lantern:k=250:delta=0.4": -1.0}).holds
     runs = {"eagle1": 1.0, "speculative": -1.0}
     taus = {count: sum(weight * study.pictures(PictureRun.of(text, count=count)).decoded.tau
                        for text, weight in runs.items()) for count in (4, 8, 16)}
@@ -303,7 +303,7 @@ def test_a_claim_draws_as_many_pictures_as_decide(study, pipeline, small_side):
     assert finding.half == pytest.approx(t.ppf(1 - 0.05 / 6, freedom) * error)  # three looks, two sides
     greedy = report.contrast("tau", {PictureRun.of("eagle1", 0.0): 1.0, PictureRun.of("speculative", 0.0): -1.0})
     assert greedy.pictures == 4, "more greedy pictures would be the same ones again"
-    distance = report.contrast("kernel distance", {"lantern:k=1000:delta=0.4": 1.0})
+    distance = report.contrast("kernel distance", {"lantern:k=250:delta=0.4": 1.0})
     assert distance.half > 0
 
 
@@ -323,8 +323,8 @@ def world(number, run):
     else:
         tau = 1.6 + rule.omega if method.name == "cool-sd" else by_name[method.name]
     return {"tau": tau, "speed": tau + 0.1 * ("width_step=3" in method.label), "nearest name": 0.5,
-            "mean depth": 2.0 if "adt" in method.name else 5.0,
-            "kernel distance": tau - 1, "tv_excess": np.log10(rule.k) if rule.residual == "relaxed" else 0.5}[number]
+            "mean depth": 2.0 if "adt" in method.name else 5.0, "kernel distance": tau - 1,
+            "tv_excess": 1 + np.log10(rule.k) if rule.residual == "relaxed" else 0.5}[number]
 
 
 @NETWORK
@@ -393,6 +393,19 @@ def test_the_committed_report_is_whole():
         assert text.startswith(f"## {item.title}") and f"[{item.title}]({item.name}.md)" in cover
         for link in [part.split(")")[0] for part in text.split("](")[1:]]:
             assert (RESULTS / link).stat().st_size > 0, link
+
+
+def test_k_is_as_large_a_part_of_the_codebook_as_the_papers():
+    assert [dataclasses.replace(FULL, codes=codes).k for codes in (16384, 4096, 64, 65536)] == [
+        (100, 300, 1000), (25, 75, 250), (1, 4), (100, 300, 1000)]
+    assert dataclasses.replace(FULL, codes=4096).about_k(100, 1000) == (
+        "Here k is 25, 250 of 4096 codes, where LANTERN's paper has 100, 1000 of 16384.")
+
+
+def test_a_claim_has_no_fewer_pictures_than_the_tables(study):
+    report = DiscreteReport(study, dataclasses.replace(FULL, images=16, most=4), study.folder, references=None)
+    assert report.looks(16, 4, 1.0) == [16] and report.looks(16, 13, 1.0) == [16]
+    assert report.looks(16, 48, 1.0) == [16, 32, 48] and report.looks(16, 48, 0.0) == [4]
 
 
 def test_a_quick_report_is_shorter(study):

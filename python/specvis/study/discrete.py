@@ -115,16 +115,15 @@ class DiscretePictures:
 
     @property
     def mean_depth(self) -> float:
-        """Mean number of levels of a tree, without the trees of a picture's last ten tokens: its end cuts them."""
-        began = self.decoded.num_accepted >= 0
-        whole = began & (torch.arange(began.shape[1]) < began.shape[1] - 10)
-        whole = whole if whole.any() else began
-        return self.decoded.num_drafted[whole].float().mean().item()
+        """Mean of `depths`."""
+        return self.depths.nanmean().item()
 
     @property
     def depths(self) -> Tensor:
-        """(n,) mean number of levels of each picture's trees."""
-        return self.decoded.num_drafted.sum(1) / (self.decoded.num_accepted >= 0).sum(1)
+        """(n,) mean number of levels of each picture's trees, without the trees of its last ten tokens: its end cuts
+        them."""
+        whole = (self.decoded.num_accepted >= 0)[:, :-10]
+        return (self.decoded.num_drafted[:, :-10] * whole).sum(1) / whole.sum(1)
 
     @property
     def mean_nodes(self) -> float:
