@@ -1,20 +1,18 @@
-"""The tables of measured numbers in README.md and docs:   python -m benchmarks.tables [--check]
+"""The tables of measured numbers in README.md and docs:   python -m benchmarks.tables
 
 Each is written from files in benchmarks/results, between <!-- table: NAME --> and <!-- end -->. Two are left to others:
 benchmarks.bounds writes "bounds", and benchmarks.refresh prints "refresh".
 """
-import argparse
 import csv
 import json
 import re
-import sys
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-BLOCK = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\n)(.*?)(\n<!-- end -->)", re.S)
+BLOCK = re.compile(r"(?<=<!-- table: )([\w-]+) -->\n(.*?)(?=<!-- end -->)", re.S)
 CPU, GPU = "AMD-EPYC-2-cores", "NVIDIA-H100-80GB-HBM3"
 SIZES = ("shipped", "B", "L", "XL")
 
@@ -237,14 +235,15 @@ def claims(report: str) -> str:
 def jacobi() -> str:
     """Tokens per forward and speed over the window, at temperature 1."""
     rows = [row for row in rows_of("report/jacobi-window.csv") if row["T"] == "1"]
-    speeds = rows_of("report/jacobi-window-seconds.csv")
-    windows = dict.fromkeys(row["window"] for row in rows)
-    last = [row for row in rows if "guess=last" in row["method"]]
-    return markdown(
-        ["window", *windows, "`auto`"],
-        ["tokens per target forward", *(row["tau"] for row in rows if row not in last), ""],
-        ["with first guesses from the last row", *(row["tau"] for row in last), ""],
-        ["speed, single pictures, baseline = 1", *(row["speedup"] for row in speeds)])
+    first, last = ({row["window"]: row["tau"] for row in rows if ("guess=last" in row["method"]) == is_last}
+                   for is_last in (False, True))
+    speeds = {row["method"].partition("window=")[2] or "auto": row["speedup"]
+              for row in rows_of("report/jacobi-window-seconds.csv")}
+    windows = [*first, "auto"]
+    return markdown(["window", *first, "`auto`"], *(
+        [title, *(cells.get(window, "") for window in windows)] for title, cells in (
+            ("tokens per target forward", first), ("with first guesses from the last row", last),
+            ("speed, single pictures, baseline = 1", speeds))))
 
 
 def budgets() -> str:
@@ -254,7 +253,31 @@ def budgets() -> str:
          f"{row['tau']} +- {row['+-']}", row["tv_excess"]] for row in rows_of("report/trade-off-budgets.csv")))
 
 
+CONTINUOUS = ("mar:num_iter=64", "mar:num_iter=16", "cspd-released", "cspd-released:gamma=32", "cspd:gamma=1", "cspd",
+              "cspd-path:gamma=1", "cspd-path")
+
+
+def continuous() -> str:
+    """MAR's own decoding and speculative methods."""
+    alphas = {row["method"]: row["alpha"] for row in rows_of("report-continuous/table-1.csv")}
+    rows = [row_of("report-continuous/parallel.csv", method=method) for method in CONTINUOUS]
+    plain = float(rows[0]["seconds"]) * float(rows[0]["speedup"])  # as many pictures in a batch
+    return markdown(["method", "drafts accepted", "tokens per target forward", "seconds per picture", "speedup"],
+                    ["`mar`", "", "1", f"{plain:.3g}", "1"], *(
+        [f"`{row['method']}`", alphas.get(row["method"], ""), row["tau"], row["seconds"], row["speedup"]]
+        for row in rows))
+
+
+def kept() -> str:
+    """How far draws of the next token are from the target's."""
+    columns = {"alpha": "drafts accepted", "energy distance, deviations": "energy distance, deviations",
+               "sliced Wasserstein, deviations": "sliced Wasserstein, deviations", "finding": ""}
+    return markdown(["", *columns.values()], *(
+        [row["method"], *(row[column] for column in columns)] for row in rows_of("report-continuous/distribution.csv")))
+
+
 TABLES = {"compare": compare, "jacobi": jacobi, "budgets": budgets, "claims": lambda: claims("report"),
+          "claims-continuous": lambda: claims("report-continuous"), "continuous": continuous, "kept": kept,
           "decode": decode, "decode-refresh": decode_refresh, "decode-batch": decode_batch, "forward": forward,
           "gpu-decode": gpu_decode, "gpu-refresh": gpu_refresh, "refresh-pays": refresh_pays,
           "gpu-slower": gpu_slower, "training": training, "training-mar": training_mar, "readme": readme}
@@ -262,20 +285,15 @@ TABLES = {"compare": compare, "jacobi": jacobi, "budgets": budgets, "claims": la
 
 def written(page: str, tables: dict) -> str:
     """The page with these tables in its blocks. tables: functions by name"""
-    return BLOCK.sub(lambda match: match[1] + match[2] + (tables[match[1]]() if match[1] in tables else match[3])
-                     + match[4], page)
+    return BLOCK.sub(lambda match: f"{match[1]} -->\n{tables[match[1]]()}\n" if match[1] in tables else match[0], page)
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="only list the documents that differ from the files")
-    check = parser.parse_args().check
-    differing = [path for path in DOCUMENTS if written(path.read_text(), TABLES) != path.read_text()]
-    for path in differing:
-        print(path.relative_to(ROOT))
-        if not check:
-            path.write_text(written(path.read_text(), TABLES))
-    sys.exit(check and bool(differing))
+    for path in DOCUMENTS:
+        old, new = path.read_text(), written(path.read_text(), TABLES)
+        if new != old:
+            print(path.relative_to(ROOT))
+            path.write_text(new)
 
 
 if __name__ == "__main__":

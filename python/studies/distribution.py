@@ -1,11 +1,13 @@
 """Is the target's distribution kept? Draws of the next tokens from one state, by each method and by the target."""
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import cycle
 
 import numpy as np
 
 from specvis.decoding.methods import parse_method
 from specvis.study.jobs import Job
+from specvis.study.plots import method_color
 
 from .base import Item, item
 from .continuous import ContinuousReport, ContinuousScope, ContinuousStudy
@@ -114,9 +116,14 @@ def distance_excess(parts: list[SampleDistance]) -> float:
 def distance_figure(study: ContinuousStudy, rows: list[dict], state: dict[str, Draws]):
     """How far each method is from the target, and the samples of one state along the way from target to draft."""
     figure, ((left, right),) = axes(1, 2, 5, 3.4)
-    names = [row["method"] for row in rows]
+    names, styles, lines = [row["method"] for row in rows], {}, {}
+    for name, job in state.items():
+        color = "darkgray" if job.draft_alone else method_color(job.method.name)
+        line = lines.setdefault(color, cycle(("-", "--", ":", "-.")))
+        styles[name] = {"color": color, "ls": next(line)}
     left.barh(names, [max(0.1, row["energy distance, deviations"]) for row in rows],
-              color=["tab:red" if differs(row) else "tab:green" for row in rows])
+              color=[styles[name]["color"] for name in names], edgecolor="white",
+              hatch=["//" if differs(row) else "" for row in rows])
     left.axvline(SURE, color="black", lw=1)
     left.set(xscale="log", xlabel="energy distance, standard deviations of chance")
     left.invert_yaxis()
@@ -127,7 +134,7 @@ def distance_figure(study: ContinuousStudy, rows: list[dict], state: dict[str, D
     bins = np.histogram_bin_edges(np.concatenate([(x @ way).numpy() for x in samples.values()]), 40)
     for name, x in samples.items():
         right.hist((x @ way).numpy(), bins, histtype="step", density=True, label=name,
-                   lw=2 if name == "target" else 1, color="black" if name == "target" else None)
+                   lw=2 if name == "target" else 1, **styles[name])
     right.set(xlabel="along the line from the target's mean to the draft's", ylabel="density")
     right.legend(fontsize=5)
     return figure
@@ -153,9 +160,10 @@ def distribution(report: ContinuousReport, section: Section) -> None:
                  "model alone, and blank where not even that differs. To keep one token's distribution is necessary, "
                  "not sufficient.")
     section.table(rows)
-    section.figure(distance_figure(study, rows, states[0]), "Left: distance from the target's distribution, a bar "
-                   "for each method (red and beyond the line: it differs). Right: densities of the samples of the "
-                   "first state, a curve for each method, from the target's mean to the draft's")
+    section.figure(distance_figure(study, rows, states[0]),
+                   "Left: energy distance from the target's distribution, a bar for each method (beyond the line it "
+                   "differs; hatched: it differs by this or the other distance). Right: densities of the samples of "
+                   "the first state, a curve for each method, from the target's mean to the draft's")
     report.results["Distribution"] = f"Of the next token: {distributions_kept(rows)}"
     section.text(report.results["Distribution"])
     for state in several(scope):
