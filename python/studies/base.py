@@ -189,8 +189,8 @@ def decided(value: float, half: float) -> bool | None:
     return None if abs(value) <= half else value > 0
 
 
-SMALL_CHANGE = 0.02  # of tau or of seconds: a smaller gain is none
-SMALL_EXCESS = 1e-3  # of added total variation per token: a smaller difference is none
+SMALL_CHANGE = 0.02  # of tau or of seconds: a smaller gain counts as none
+SMALL_EXCESS = 1e-3  # of added total variation per token: a smaller difference counts as none
 
 
 def all_hold(*holds: bool | None) -> bool | None:

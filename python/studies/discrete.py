@@ -300,16 +300,16 @@ class DiscreteReport(Report):
             f"top-p {settings['top_p']:g}. Seconds are of single pictures, {scope.timed} a method, everything "
             "else of pictures decoded in batches.", "",
             "The baseline is plain decoding, `vanilla`; `jacobi` draws its pictures, which are the same. "
-            "Frechet and kernel distance are to these, on features of an ImageNet network (EfficientNet-Lite0); the "
-            "inception score is on its classes; nearest name is the share of pictures whose features are nearest to "
-            "those of the picture that their prompt names. `tv_excess` is added total variation per token, estimated. "
-            "CLIP score, HPSv2, ImageReward and the aesthetic predictor need weights that no package brings: not "
-            "measured (`--score` takes them).", "",
-            "A claim is decided by an interval of 95 %, over pictures of these prompts: pictures are drawn until it "
-            f"decides, up to {scope.counts(scope.images, scope.most)[-1]} of a method (`--most`), twice as many in "
-            "all, a third of it where seconds are asked, with a correction for looking again. Drawing stops where "
-            f"these would not decide; then the page says roughly how many would. A gain below "
-            f"{SMALL_CHANGE:.0%} in tau or in seconds is none.", "",
+            "Frechet and kernel distance are distances to these pictures, on features of an ImageNet network "
+            "(EfficientNet-Lite0); the inception score is on its classes; nearest name is the share of pictures "
+            "whose features are nearest to those of the picture that their prompt names. `tv_excess` is added "
+            "total variation per token, estimated. CLIP score, HPSv2, ImageReward and the aesthetic predictor "
+            "need weights that no package brings: not measured (`--score` takes them).", "",
+            "An interval of 95 %, over pictures of these prompts, decides each claim. Pictures are drawn until it "
+            f"does, at most {scope.counts(scope.images, scope.most)[-1]} of a method (`--most`), twice that number in "
+            "all, and a third of it where seconds are asked; the interval is corrected for looking again. Drawing "
+            "stops where so many pictures would not decide; then the page says roughly how many would. A gain below "
+            f"{SMALL_CHANGE:.0%} in tau or in seconds counts as none.", "",
             "The papers' models have 0.8 to 7 billion parameters on GPUs, ours has millions on what is named above: "
             "only trends can agree. In their tables (python/studies/papers) `mark` says `restored` where a damaged "
             "text was mended from other places of the paper, and `contradicts` where the paper contradicts itself; a "

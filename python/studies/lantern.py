@@ -119,7 +119,7 @@ def table_3(report: DiscreteReport, section: Section) -> None:
                   f"kernel distance to the baseline {distance}")
 
 
-SMALL_SHARE = 0.05  # of pictures: a smaller change is none
+SMALL_SHARE = 0.05  # of pictures: a smaller change counts as none
 
 
 @item(ITEMS, "lantern-table-4", "LANTERN, Table 4: metric of nearness and measure of divergence",

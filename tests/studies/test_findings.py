@@ -77,7 +77,7 @@ def test_pictures_are_drawn_until_they_decide():
     same = draw_until_decided(lambda count: looked.append(count) or (0.1, 0.0, 9), COUNTS)
     assert same.holds and looked == COUNTS, "that few pictures do not differ is no certainty"
     assert draw_until_decided(lambda count: (0.0, 0.0, 9), COUNTS).holds is False, "equal is not more"
-    almost = draw_until_decided(lambda count: (0.19, 0.1, 20), [48])
+    almost = draw_until_decided(lambda count: (0.3, 0.1, 2), [48])
     assert almost.holds is None and almost.needed > 48
     assert [all_hold(True, True), all_hold(True, None), all_hold(None, False)] == [True, None, False]
 
