@@ -102,7 +102,7 @@ class DiscreteScope(Scope):
                 *(PictureRun.of(f"{MC_SIM}:delta={ratio:g}") for ratio in self.ratio)]
 
 
-FULL = DiscreteScope(16, 48, 4, True, (0.0, 1.0), (100, 300, 1000), (0.05, 0.1, 0.2, 0.4), (1.1, 1.5, 2.0, 3.0),
+FULL = DiscreteScope(16, 32, 4, True, (0.0, 1.0), (100, 300, 1000), (0.05, 0.1, 0.2, 0.4), (1.1, 1.5, 2.0, 3.0),
                      (0.5, 1.0, 2.0, 4.0))
 QUICK = DiscreteScope(12, 12, 1, False, (1.0,), (100, 1000), (0.1, 0.4), (1.1, 2.0), (1.0, 4.0))
 

@@ -40,11 +40,15 @@ except ModuleNotFoundError as error:
               f"{', '.join(CONTINUOUS_ITEMS)}; several with commas. [default: all]")
 @click.option("--quick", is_flag=True, help="Few pictures and the main tables only.")
 @click.option("--images", type=click.IntRange(1, MAX_COUNT),
-              help="Pictures a method, decoded in batches. [default: 16, quick 12; with --continuous 4, quick 2]")
+              help="Pictures a method, decoded in batches. [default: "
+              f"{discrete.FULL.images}, quick {discrete.QUICK.images}; with --continuous {continuous.FULL.images}, "
+              f"quick {continuous.QUICK.images}]")
 @click.option("--timed", type=click.IntRange(1, MAX_COUNT),
-              help="Pictures a method, timed alone. [default: 4, quick 1]")
+              help="Pictures a method, timed alone. [default: "
+              f"{discrete.FULL.timed}, quick {discrete.QUICK.timed}]")
 @click.option("--most", type=click.IntRange(1, MAX_COUNT),
-              help="Pictures that a method may have to decide a claim. [default: 48, quick 12]")
+              help="Pictures that a method may have to decide a claim. [default: "
+              f"{discrete.FULL.most}, quick {discrete.QUICK.most}]")
 @click.option("--score", "scores", multiple=True, help="One more score, as clip=my_module:function; the function takes "
               "pictures (n, H, W, 3) uint8 and n prompts and returns n numbers.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for the report and its runs. [default: "
