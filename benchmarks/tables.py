@@ -6,6 +6,7 @@ benchmarks.bounds writes "bounds", and benchmarks.refresh prints "refresh".
 import csv
 import json
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -227,9 +228,12 @@ def readme() -> str:
 
 
 def claims(report: str) -> str:
-    return markdown(["", "the paper says", "here", ""], *(
+    rows = rows_of(f"{report}/claims.csv")
+    count = Counter(row["finding"] for row in rows)
+    return markdown(["", "the paper says", "here", f"{count['agrees']} agree, {count['does not agree']} do not agree, "
+                     f"{count['not decided']} are not decided"], *(
         [f"[{row['item']}](../benchmarks/results/{report}/{row['item']}.md)", row["the paper says"], row["here"],
-         row["finding"]] for row in rows_of(f"{report}/claims.csv")))
+         row["finding"]] for row in rows))
 
 
 def jacobi() -> str:

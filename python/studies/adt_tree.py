@@ -10,7 +10,7 @@ from specvis.pipelines.positions import steps_gain, teacher_forced_probs
 from specvis.study.discrete import DiscretePictures, Latency, PictureRun
 
 from . import papers
-from .base import Finding, Item, all_hold, draw_until_decided, item, pixels
+from .base import SHOWN, Finding, Item, all_hold, draw_until_decided, item, pixels
 from .discrete import EAGLE2, DiscreteReport, DiscreteScope, lantern
 from .page import Section, axes, show
 from .quality import mean_and_error
@@ -67,7 +67,7 @@ def table_1(report: DiscreteReport, section: Section) -> None:
         finding = report.faster(methods["ADT-Tree"], EAGLE2, T)
         section.claim(f"at temperature {T:g} ADT-Tree is faster than EAGLE-2, {speed[0] / speed[1]:.2f} times",
                       finding.holds, f"{finding.factor} in seconds of single pictures")
-    holds, evidence = report.no_gain(methods["ADT-Tree"], EAGLE2)
+    holds, evidence = report.gain(methods["ADT-Tree"], EAGLE2, none=True)
     section.claim("at temperature 1 ADT-Tree does not accept more than EAGLE-2: its gain is cheaper trees", holds,
                   f"{evidence}; mean nodes {pictures(methods['ADT-Tree']).mean_nodes:.1f} against "
                   f"{pictures(EAGLE2).mean_nodes:.1f}")
@@ -101,7 +101,7 @@ def table_5(report: DiscreteReport, section: Section) -> None:
                  "names ours.")
     section.claim("a depth that starts from 1 accepts less", *report.gain("adt-tree", BASES["depth from 1"]))
     section.claim("a width that starts from 25 does not accept less",
-                  *report.no_gain("adt-tree", BASES["width from 25"]))
+                  *report.gain("adt-tree", BASES["width from 25"], none=True))
 
 
 STARTS = {"horizontal (the default)": "adt-tree", "vertical": "adt-tree:start=vertical",
@@ -170,13 +170,13 @@ def figures_4_5_9(report: DiscreteReport, section: Section) -> None:
     side, unknown = study.pipeline.gpt.config.grid, torch.full((len(top), 1), torch.nan)  # at the first token
     gains = steps_gain(study.pictures(run).decoded.num_accepted).float()
     draft, shared = (torch.cat([unknown, values], 1) for values in (draft, overlap))
-    count = min(6, len(top))
-    figure, all_axes = axes(4, count, 1.5, 1.5)
-    for i, picture in enumerate(images[:count]):
-        show(all_axes[0, i], picture, study.prompts[i % len(study.prompts)])
-        show(all_axes[1, i], top[i].view(side, side), "target's top-1")
-        show(all_axes[2, i], draft[i].view(side, side), "draft's top-1")
-        show(all_axes[3, i], gains[i].view(side, side), "tokens of the step")
+    shown = [i for i in SHOWN[:6] if i < len(top)]
+    figure, all_axes = axes(4, len(shown), 1.5, 1.5)
+    for column, i in zip(all_axes.T, shown):
+        show(column[0], images[i], study.prompts[i % len(study.prompts)])
+        show(column[1], top[i].view(side, side), "target's top-1")
+        show(column[2], draft[i].view(side, side), "draft's top-1")
+        show(column[3], gains[i].view(side, side), "tokens of the step")
     section.figure(figure, "A column for each picture of EAGLE-2: the picture, and maps of the largest probability of "
                            "the target and of the draft at each token, and of how many tokens the step gained that "
                            "drew it; bright is much", "-pictures")

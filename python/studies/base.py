@@ -53,13 +53,20 @@ class Report(ABC):
         """The rows of a table of claims, and a list of the sections."""
         claims = [f"| [{name}]({name}.md) | {claim.text} | {claim.evidence} | {claim.finding} |"
                   for name, claim in self.claims]
-        return ["| | the paper says | here | |", "|---|---|---|---|", *claims, "",
+        return [f"| | the paper says | here | {self.verdicts} |", "|---|---|---|---|", *claims, "",
                 *(f"- [{section.title}]({section.name}.md)" for section in self.sections), ""]
 
     @property
     def claims(self) -> list[tuple[str, Claim]]:
         """Each claim, after the name of its section."""
         return [(section.name, claim) for section in self.sections for claim in section.claims]
+
+    @property
+    def verdicts(self) -> str:
+        """How many claims agree, how many do not, and how many are open."""
+        found = [claim.finding for _, claim in self.claims]
+        return ", ".join(f"{found.count(finding)} {words}" for finding, words in (
+            ("agrees", "agree"), ("does not agree", "do not agree"), ("not decided", "are not decided")))
 
 
 @dataclass(frozen=True)
@@ -122,11 +129,8 @@ def write_report(report: Report, items: list[Item], *, command: str, whole: bool
         write_whole(out / "claims.csv", csv_text(["item", "the paper says", "here", "finding"], [
             {"item": name, "the paper says": claim.text, "here": claim.evidence, "finding": claim.finding}
             for name, claim in report.claims]))
-    claims = report.claims
-    agree = sum(claim.holds is True for _, claim in claims)
-    first = "README" if whole else ",".join(item.name for item in items)
-    click.echo(f"{out / first}.md: {len(items)} tables and figures; of {len(claims)} trends that the papers state "
-               f"{agree} are seen here")
+    where = out / "README.md" if whole else ", ".join(str(out / f"{item.name}.md") for item in items)
+    click.echo(f"{where}: of {len(report.claims)} claims of the papers {report.verdicts}")
 
 
 def pixels(study: Study, tokens: Tensor) -> np.ndarray:
@@ -189,6 +193,7 @@ def decided(value: float, half: float) -> bool | None:
     return None if abs(value) <= half else value > 0
 
 
+SHOWN = (0, 1, 2, 3, 6, 7, 9, 10)  # the pictures in figures: without the two hands, which can be rude
 SMALL_CHANGE = 0.02  # of tau or of seconds: a smaller gain counts as none
 SMALL_EXCESS = 1e-3  # of added total variation per token: a smaller difference counts as none
 
@@ -209,14 +214,16 @@ class Finding:
     needed: float       # roughly how many pictures would decide it
 
     def __str__(self) -> str:
-        return f"{self.value:+.2g} +- {self.half:.2g}{self.count}"
+        return f"{self.value:+.3g} +- {self.half:.3g}{self.count}"
 
     @property
     def count(self) -> str:
         """The number of pictures, in words; and how many it would take where nothing is decided."""
         if self.holds is not None:
             return f", {self.pictures} pictures"
-        enough = f"about {float(f'{self.needed:.1e}'):,.0f}" if self.needed < 1e5 else "more than 100,000"
+        needed = float(f"{min(self.needed, 1e9):.1e}")
+        enough = ("a few more" if needed <= self.pictures else f"about {needed:,.0f}" if needed < 1e5 else
+                  "more than 100,000")
         return f", {self.pictures} pictures; it would take {enough}"
 
     @property

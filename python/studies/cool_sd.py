@@ -81,9 +81,9 @@ def figure_3(report: DiscreteReport, section: Section) -> None:
     report.noise(section, every)
     for number, what in (("kernel distance", "FID"), ("tv_excess", "added total variation")):
         finding, shared = curve_gap(report, number, runs["COOL-SD"], runs["UniformRSD"])
-        section.claim(f"at equal speed annealed relaxation is nearer to the target than uniform ({what})",
+        section.claim(f"at equal speed (here: tau) annealed relaxation is nearer to the target than uniform ({what})",
                       finding and (None if finding.holds is None else not finding.holds),
-                      f"over tau {shared[0]:.2f} to {shared[1]:.2f} its {number} differs by {finding}"
+                      f"over tau {shared[0]:.2f} to {shared[1]:.2f} its {number} is larger by {finding}"
                       if finding else "the curves have no tau in common")
 
 

@@ -57,7 +57,7 @@ def plot_curves(report: DiscreteReport, runs: list[PictureRun], timed: Sequence[
             points = np.array(sorted(map(point, those)))
             (x, x_error), (y, y_error) = points[:, 0].T, points[:, height].T
             axis.errorbar(x, y, y_error, x_error, ms=5, lw=1, elinewidth=0.4, **style)
-            if those[0] in alone:
+            if those[0] in alone and axis is panels[0]:
                 label(axis, those[0].method.label, (x[0], y[0]))
         axis.set(xlabel=TAU, ylabel=name)
     if timed:
@@ -127,9 +127,10 @@ def trade_off(report: DiscreteReport, section: Section) -> None:
     section.figure(plot_curves(report, runs, timed),
                    "Left and middle: added total variation per token and kernel distance to baseline pictures (band: "
                    "the baseline's own), over tokens per target forward, a curve for each relaxed method over how much "
-                   "it relaxes and a point for each other run. Right: speedup in seconds over added total variation, a "
-                   "point for each method (line: the baseline). Full markers are lossless. Bars: two standard errors "
-                   "over pictures, of distances the noise, of speedups the range over pictures")
+                   "it relaxes and a point, named on the left, for each other run. Right: speedup in seconds over "
+                   "added total variation, a point for each method (line: the baseline). Full markers are lossless. "
+                   "Bars: two standard errors over pictures, of distances the noise, of speedups the range over "
+                   "pictures")
     section.table(rows)
     report.noise(section, runs)
     best = []

@@ -70,7 +70,6 @@ def jacobi_window(report: DiscreteReport, section: Section) -> None:
         left.errorbar([row["window"] for row in rows], [row["tau"] for row in rows], [row["+-"] for row in rows],
                       ms=4, lw=1, capsize=2, label=name, **style)
     left.set(xscale="log", xlabel="window", ylabel="tau: tokens per target forward")
-    left.set_xticks(windows(report.scope), windows(report.scope))
     left.legend(fontsize=7)
     timed = latencies[:-1]
     right.errorbar(windows(report.scope), [row["speedup"] for row in timed],
@@ -78,8 +77,10 @@ def jacobi_window(report: DiscreteReport, section: Section) -> None:
                    ms=4, lw=1, capsize=2, **method_style("jacobi"))
     right.axhline(latencies[-1]["speedup"], color=method_color("jacobi"), ls="--", lw=1, label="window=auto")
     right.axhline(1, color="black", lw=1, label="baseline")
-    right.set(xscale="log", xlabel="window", ylabel="speedup over the baseline, single pictures")
-    right.set_xticks(windows(report.scope), windows(report.scope))
+    right.set(xscale="log", xlabel="window", ylabel="speedup of single pictures")
+    for axis in (left, right):
+        axis.set_xticks(windows(report.scope), windows(report.scope))
+        axis.minorticks_off()
     right.legend(fontsize=7)
     section.figure(figure, "Left: tokens per target forward over the window, a curve for each temperature and one with "
                            "guesses from the last row; bars are two standard errors over pictures. Right: speedup over "
@@ -104,8 +105,9 @@ def jacobi_batch(report: DiscreteReport, section: Section) -> None:
         axis.errorbar(BATCHES, speedup, [speedup - least, most - speedup], ms=4, lw=2 if W == "auto" else 1,
                       elinewidth=0.5, capsize=2, label=f"window={W}", **style)
     axis.axhline(1, color="black", lw=1)
-    axis.set(xscale="log", xlabel="batch size", ylabel="speedup over the baseline at this batch size")
+    axis.set(xscale="log", xlabel="batch size", ylabel="speedup at this batch size")
     axis.set_xticks(BATCHES, BATCHES)
+    axis.minorticks_off()
     axis.legend(fontsize=7)
     section.figure(figure, "Speedup over the baseline in seconds, over the batch size, a curve for each window: median "
                            "and range of the batches; the line at 1 is the baseline")

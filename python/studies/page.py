@@ -145,7 +145,7 @@ def spread_labels(figure) -> None:
             step, reach = 1.1 * box.height, int(axis.bbox.height / box.height)
             places = [box.translated(shift, n * step) for n in sorted(range(-reach, reach + 1), key=abs)
                       for shift in (0, -box.width - 2 * gap)]
-            place = min(places, key=lambda place: (axis.bbox.count_contains(place.get_points()) < 2,
+            place = min(places, key=lambda place: (axis.bbox.padded(-gap).count_contains(place.get_points()) < 2,
                                                    place.count_overlaps(taken)))
             taken.append(place)
             is_right, offset = place.x0 == box.x0, (place.y0 - box.y0) / pixels

@@ -83,7 +83,7 @@ def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
     means = a.mean(0, dtype=np.float64), b.mean(0, dtype=np.float64)
     x, y = ((part - mean) / np.sqrt(len(part) - 1) for part, mean in zip((a, b), means))
     both = np.linalg.svd(x @ y.T, compute_uv=False).sum()
-    return float(((means[0] - means[1]) ** 2).sum() + (x ** 2).sum() + (y ** 2).sum() - 2 * both)
+    return max(0.0, float(((means[0] - means[1]) ** 2).sum() + (x ** 2).sum() + (y ** 2).sum() - 2 * both))
 
 
 def kernel_rows(a: Features, b: Features) -> np.ndarray:
@@ -164,17 +164,19 @@ def register_scores(texts: tuple[str, ...]) -> None:
     Raises:
         ValueError: not of this form, or no such function
     """
+    taken = *DISTANCES, *SCORES, "tau", "nodes", "tv_excess", "speedup", "speed-up"
     for text in texts:
         name, _, where = text.partition("=")
         module, _, function = where.partition(":")
+        if name in taken:
+            raise ValueError(f"score must have a name of its own, not a column's ({', '.join(taken)}), got {text!r}")
         if "" not in sys.path:
             sys.path.insert(0, "")  # modules of the folder that the command is run in
         try:
             score = getattr(import_module(module), function)
             values = np.asarray(score(np.zeros((2, 64, 64, 3), np.uint8), ["red heart", "blue heart"]))
-            taken = *DISTANCES, *SCORES, "tau", "nodes", "tv_excess", "speedup", "speed-up"
-            if not name or name in taken or values.shape != (2,):
-                raise ValueError("it needs a name of its own, and must return a number for each of two pictures")
+            if not name or values.shape != (2,):
+                raise ValueError("it needs a name, and must return a number for each of two pictures")
         except (ImportError, AttributeError, TypeError, ValueError) as error:  # absent, or not of this form
             raise ValueError(f"score must be like clip=my_module:function, got {text!r}: {error}") from error
         MORE_SCORES[name] = score

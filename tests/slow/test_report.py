@@ -446,7 +446,7 @@ def test_one_more_score(weights, tmp_path, monkeypatch, small_side):
     rows = list(csv.DictReader(open(tmp_path / "out" / "lantern-table-4.csv")))
     assert all(50 < float(row["redness"]) < 200 and row["redness differs"] in ("yes", "no") for row in rows)
     taken = run("report", "--score", "tau=my_scores:red", "--out", tmp_path / "out", "--model", weights)
-    assert taken.exit_code == 2 and "it needs a name of its own" in taken.output
+    assert taken.exit_code == 2 and "score must have a name of its own, not a column's" in taken.output
 
 
 def test_prompts_without_their_pictures_are_refused(weights, pipeline, tmp_path):

@@ -62,7 +62,7 @@ def test_pictures_are_drawn_until_they_decide():
     finding = draw_until_decided(estimate, COUNTS)
     assert finding.holds and finding.pictures == 192 and looked == COUNTS[:4]
     assert abs(finding.half - 2.6 * 2 / 192 ** 0.5) < 0.01
-    assert str(finding) == "+0.5 +- 0.38, 192 pictures"
+    assert str(finding) == "+0.5 +- 0.376, 192 pictures"
     looked.clear()
     hopeless = draw_until_decided(lambda count: estimate(count) and (0.01, 2 / count ** 0.5, 9), COUNTS)
     assert hopeless.holds is None and looked == [24, 48, 96], "no more are drawn where 384 would not decide"
@@ -94,6 +94,7 @@ def test_what_differs_between_prompts_is_no_error():
 def test_a_factor_is_the_ratio_of_a_logarithm():
     finding = Finding(math.log(2), math.log(1.5), 4, None, 310.0)
     assert finding.factor == "2.00 times (1.33 to 3.00, 4 pictures; it would take about 310)"
+    assert str(Finding(0.1875, 0.1881, 48, None, 48.3)) == "+0.188 +- 0.188, 48 pictures; it would take a few more"
 
 
 def test_our_numbers_stand_after_the_papers(tmp_path, monkeypatch):

@@ -40,7 +40,7 @@ except ModuleNotFoundError as error:
               f"{', '.join(CONTINUOUS_ITEMS)}; several with commas. [default: all]")
 @click.option("--quick", is_flag=True, help="Few pictures and the main tables only.")
 @click.option("--images", type=click.IntRange(1, MAX_COUNT),
-              help="Pictures a method, decoded in batches. [default: "
+              help="Pictures a method, decoded in batches, 12 or more; with --continuous 2 or more. [default: "
               f"{discrete.FULL.images}, quick {discrete.QUICK.images}; with --continuous {continuous.FULL.images}, "
               f"quick {continuous.QUICK.images}]")
 @click.option("--timed", type=click.IntRange(1, MAX_COUNT),
