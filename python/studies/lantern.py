@@ -225,7 +225,7 @@ def figures_5_7(report: DiscreteReport, section: Section) -> None:
         heatmap(axis, table, scope.k, scope.delta, name, ("k", "delta"))
     section.figure(figure, "Colored tables of tau, and of every distance and score: a row for each k, a column for "
                            "each delta", "-grid")
-    for index in SHOWN[::3]:
+    for index in SHOWN[:6:2]:
         if index < study.num_images:
             section.figure(picture_grid(report, runs, index), "A picture, a row for each k, a column for the baseline "
                            f"and for each delta, {study.prompts[index % len(study.prompts)]!r}", f"-pictures-{index}")
