@@ -1,5 +1,4 @@
 """ADT-Tree's tables and figures (arXiv:2512.21857)."""
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,10 +9,9 @@ from specvis.pipelines.positions import steps_gain, teacher_forced_probs
 from specvis.study.discrete import DiscretePictures, Latency, PictureRun
 
 from . import papers
-from .base import SHOWN, Finding, Item, all_hold, draw_until_decided, item, pixels
+from .base import SHOWN, Item, all_hold, item, pixels
 from .discrete import EAGLE2, DiscreteReport, DiscreteScope, lantern
 from .page import Section, axes, show
-from .quality import mean_and_error
 
 ITEMS: dict[str, Item] = {}
 ANOLE = "width_step=3:widths=4,13"  # ADT-Tree's steps and bounds for Anole; the recipe has LlamaGen's
@@ -145,13 +143,10 @@ def forced(report: DiscreteReport, run: PictureRun) -> tuple[Tensor, Tensor, Ten
     return report.once(("forced", run), compute)
 
 
-def correlations(a: Tensor, b: Tensor) -> Finding:
-    """The mean over pictures of the correlation of two maps (n, positions), of pictures where both vary."""
-    each = [np.corrcoef(x, y)[0, 1] for x, y in zip(a.flatten(1).double().numpy(), b.flatten(1).double().numpy())
-            if x.std() and y.std()]
-    if len(each) < 2:
-        return Finding(0.0, 1.0, len(each), None, math.inf)
-    return draw_until_decided(lambda count: mean_and_error(np.array(each), np.zeros(count)), [len(each)])
+def correlations(a: Tensor, b: Tensor) -> np.ndarray:
+    """(n,) the correlation of two maps (n, positions) of each picture, NaN where one does not vary."""
+    return np.array([np.corrcoef(x, y)[0, 1] if x.std() and y.std() else np.nan
+                     for x, y in zip(a.flatten(1).double().numpy(), b.flatten(1).double().numpy())])
 
 
 def textures(images: np.ndarray, side: int) -> Tensor:
@@ -159,6 +154,24 @@ def textures(images: np.ndarray, side: int) -> Tensor:
     n, height, width, _ = images.shape
     return torch.from_numpy(images.reshape(n, side, height // side, side, width // side, 3).astype(np.float64)
                             .std((2, 4)).mean(-1)).flatten(1)
+
+
+def maps_of(report: DiscreteReport, run: PictureRun) -> dict[str, tuple[Tensor, Tensor]]:
+    """Pairs of maps (n, positions) of a run's pictures, by what their correlation is called."""
+    def compute():
+        study, side = report.study, report.study.pipeline.gpt.config.grid
+        decoded = study.pictures(run).decoded
+        top, _, overlap = forced(report, run)
+        gains, texture = steps_gain(decoded.num_accepted).float(), textures(pixels(study, decoded.tokens), side)
+        maps = top.view(-1, side, side)
+        return {"the texture of its pixels with the tokens gained by the step": (texture, gains),
+                "the texture of its pixels with the target's top-1": (texture, top),
+                "the target's top-1 with the tokens gained by the step": (top, gains),
+                "sum min(target, draft) with the tokens gained by the step": (overlap, gains[:, 1:]),
+                "the target's top-1 with the left neighbor's": (maps[:, :, 1:], maps[:, :, :-1]),
+                "the target's top-1 with the upper neighbor's": (maps[:, 1:], maps[:, :-1])}
+
+    return report.once(("maps", run), compute)
 
 
 @item(ITEMS, "adt-figures-4-5-9", "ADT-Tree, Figures 4, 5 and 9: maps of the likeliest token's probability",
@@ -189,17 +202,13 @@ def figures_4_5_9(report: DiscreteReport, section: Section) -> None:
         figure.colorbar(image, ax=axis)
     section.figure(figure, "Maps of means over all pictures, by position: the target's largest probability, the tokens "
                            "that the step gained, and what target and draft share", "-means")
-    texture, maps = textures(images, side), top.view(-1, side, side)
-    finding = {name: correlations(a, b) for name, a, b in (
-        ("the texture of its pixels with the tokens gained by the step", texture, gains),
-        ("the texture of its pixels with the target's top-1", texture, top),
-        ("the target's top-1 with the tokens gained by the step", top, gains),
-        ("sum min(target, draft) with the tokens gained by the step", overlap, gains[:, 1:]),
-        ("the target's top-1 with the left neighbor's", maps[:, :, 1:], maps[:, :, :-1]),
-        ("the target's top-1 with the upper neighbor's", maps[:, 1:], maps[:, :-1]))}
+    finding = {name: report.contrast(f"correlation of {name}", {run: 1.0},
+                                     lambda run, name=name: correlations(*maps_of(report, run)[name]))
+               for name in maps_of(report, run)}
     section.text("Texture is the standard deviation of a token's pixels. The correlations are over the positions of a "
                  "picture, means over pictures:")
-    section.table([{"correlation of": name, "mean": found.value, "+-": found.half} for name, found in finding.items()])
+    section.table([{"correlation of": name, "mean": found.value, "+-": found.half, "pictures": found.pictures}
+                   for name, found in finding.items()])
     by_texture, sharp, by_top, _, left, up = finding.values()
     section.claim("simple regions accept more", by_texture.value < 0 if by_texture.holds is not None else None,
                   f"correlation of texture with the tokens gained {by_texture}")

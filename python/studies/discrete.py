@@ -1,5 +1,6 @@
 """What a report on discrete tokens asks: how much is run, and the rows and scores that its items share."""
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -206,10 +207,12 @@ class DiscreteReport(Report):
         score = self.quality(run)[number]
         return score.value, score.noise
 
-    def contrast(self, number: str, weights: dict[str | PictureRun, float], **asked: float) -> Finding:
+    def contrast(self, number: str, weights: dict[str | PictureRun, float],
+                 of: Callable[[PictureRun], np.ndarray] | None = None, **asked: float) -> Finding:
         """Is a weighted sum of runs' numbers above 0? Pictures are drawn until it is decided.
 
         number: "tau", "tv_excess", "mean depth" or "nearest name", which are means over pictures, or "kernel distance"
+        of:     for another number: from a run its value (n,) of each picture, NaN for one that has none
         asked:  `least` or `margin` of `draw_until_decided`
         """
         runs = {PictureRun.of(run) if isinstance(run, str) else run: weight for run, weight in weights.items()}
@@ -221,7 +224,7 @@ class DiscreteReport(Report):
             if number == "kernel distance":
                 return kernel_contrast([(weight, features(self.study, run)) for run, weight in these.items()],
                                        features(self.study, self.scope.baseline(temperature)))
-            values = sum(weight * self.numbers(number, run) for run, weight in these.items())
+            values = sum(weight * (of(run) if of else self.numbers(number, run)) for run, weight in these.items())
             drawn = np.flatnonzero(~np.isnan(values))
             if len(drawn) < 2:
                 return 0.0, math.inf, 1

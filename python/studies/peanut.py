@@ -1,4 +1,6 @@
 """PEANUT's figures: where and how much is accepted, and drafting with and without guidance."""
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -8,10 +10,9 @@ from specvis.study.discrete import BATCH, PictureRun
 from specvis.study.plots import method_color
 
 from .adt_tree import textures
-from .base import Item, draw_until_decided, item, mean_and_half, pixels
+from .base import Item, item, mean_and_half, pixels
 from .discrete import DiscreteReport, DiscreteScope
 from .page import Section, axes
-from .quality import mean_and_error
 
 ITEMS: dict[str, Item] = {}
 COMPARED = ("eagle1", "eagle2", "lantern", "adt-tree", "adt-tree+lantern", "cool-sd")
@@ -47,15 +48,21 @@ def figures_1_2(report: DiscreteReport, section: Section) -> None:
     section.figure(figure, "Bars for each method: the share of steps, from 0 to 1, over how many drafts they accept",
                    "-lengths")
     section.table(rows)
-    study, quarter = report.study, side * side // 4
-    order = textures(pixels(study, pictures["eagle2"].decoded.tokens), side).argsort(1)
-    smooth, textured = (gains["eagle2"].gather(1, order[:, part]).mean(1)
-                        for part in (slice(quarter), slice(-quarter, None)))
-    finding = draw_until_decided(lambda count: mean_and_error((smooth - textured).double().numpy(), np.zeros(count)),
-                                 [len(order)])
+    run = PictureRun.of("eagle2")
+    finding = report.contrast("gain of smooth regions", {run: 1.0}, lambda run: np.subtract(*by_texture(report, run)))
+    smooth, textured = by_texture(report, replace(run, count=finding.pictures)).mean(1)
     section.claim("smooth regions accept more than textured ones (more than 3 tokens a step, against at most 2)",
-                  finding.holds, f"EAGLE-2's steps gain {smooth.mean():.2f} tokens at the smoothest quarter of a "
-                  f"picture's positions, {textured.mean():.2f} at the most textured: {finding}")
+                  finding.holds, f"EAGLE-2's steps gain {smooth:.2f} tokens at the smoothest quarter of a picture's "
+                  f"positions, {textured:.2f} at the most textured: {finding}")
+
+
+def by_texture(report: DiscreteReport, run: PictureRun) -> np.ndarray:
+    """(2, n) the tokens gained by the steps at the smoothest quarter of a picture's positions, and at the most
+    textured."""
+    study, decoded = report.study, report.study.pictures(run).decoded
+    order = textures(pixels(study, decoded.tokens), study.pipeline.gpt.config.grid).argsort(1)
+    gains, quarter = steps_gain(decoded.num_accepted).double(), order.shape[1] // 4
+    return np.stack([gains.gather(1, part).mean(1).numpy() for part in (order[:, :quarter], order[:, -quarter:])])
 
 
 GUIDED = ("eagle2", "eagle1")

@@ -298,6 +298,8 @@ def test_a_claim_draws_as_many_pictures_as_decide(study, pipeline, small_side):
                        for text, weight in runs.items()) for count in (4, 8, 16)}
     finding = report.contrast("tau", runs)
     assert finding.pictures > 4 and finding.value == pytest.approx(taus[finding.pictures].mean().item(), rel=1e-4)
+    own = report.contrast("an item's own", runs, lambda run: 2 * report.numbers("tau", run))
+    assert own.pictures == finding.pictures and own.value == pytest.approx(2 * finding.value)
     _, error, freedom = quality.mean_and_error(taus[finding.pictures].double().numpy(),
                                                np.arange(finding.pictures) % len(PROMPTS))
     assert finding.half == pytest.approx(t.ppf(1 - 0.05 / 6, freedom) * error)  # three looks, two sides
@@ -377,7 +379,7 @@ def test_every_section_can_be_written(weights, tmp_path, small_side, monkeypatch
         for link in [part.split(")")[0] for part in text.split("](")[1:]]:
             assert (tmp_path / link).stat().st_size > 0, link
     claims = cover.count("| agrees |") + cover.count("| does not agree |") + cover.count("| not decided |")
-    assert claims >= 8 and f"of {claims} trends" in result.output
+    assert claims >= 8 and f"of {claims} claims of the papers" in result.output
     assert f"state {cover.count('| agrees |')} are seen" in result.output
     (tmp_path / "README.md").unlink()
     monkeypatch.setattr(page, "save_figure", lambda figure, path: plt.close(figure))  # they are there
