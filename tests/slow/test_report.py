@@ -378,9 +378,10 @@ def test_every_section_can_be_written(weights, tmp_path, small_side, monkeypatch
         assert "nan" not in text.replace("nano", ""), text
         for link in [part.split(")")[0] for part in text.split("](")[1:]]:
             assert (tmp_path / link).stat().st_size > 0, link
-    claims = cover.count("| agrees |") + cover.count("| does not agree |") + cover.count("| not decided |")
-    assert claims >= 8 and f"of {claims} claims of the papers" in result.output
-    assert f"state {cover.count('| agrees |')} are seen" in result.output
+    yes, no, unknown = (cover.count(f"| {finding} |") for finding in ("agrees", "does not agree", "not decided"))
+    verdicts = f"{yes} agree, {no} do not agree, {unknown} are not decided"
+    assert yes + no + unknown >= 8 and f"| {verdicts} |" in cover
+    assert f"of {yes + no + unknown} claims of the papers {verdicts}" in result.output
     (tmp_path / "README.md").unlink()
     monkeypatch.setattr(page, "save_figure", lambda figure, path: plt.close(figure))  # they are there
     again = run("report", "--quick", "--out", tmp_path, "--model", weights)
