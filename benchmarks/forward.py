@@ -194,7 +194,8 @@ def best_of(records: list[dict]) -> dict[tuple[str, int], dict]:
     """The records by contender, with its threads, and nodes. PyTorch's eager forward has its best setting."""
     best = {}
     for r in records:
-        key = r["what"] if r["what"] == "eager" else f"{r['what']}, {r['threads']}", r["nodes"]
+        name = "PyTorch" if r["what"] == "eager" else f"{r['what']}, threads: {r['threads']}"
+        key = name, r["nodes"]
         best[key] = min(r, best.get(key, r), key=lambda one: one["median_ms"])
     return best
 

@@ -336,8 +336,8 @@ def test_a_forward_is_timed_beside_its_limits(tmp_path, monkeypatch, capsys):
     forward.main()
     written = json.loads(file.read_text())
     best = forward.best_of(written["rows"])
-    names = {f"{what}, {threads}" for what in ("decoder_layers", "llama.cpp")
-             for threads in (1, torch.get_num_threads())} | {"eager"}
+    names = {f"{what}, threads: {threads}" for what in ("decoder_layers", "llama.cpp")
+             for threads in (1, torch.get_num_threads())} | {"PyTorch"}
     assert set(best) == {(name, nodes) for name in names for nodes in forward.NODES}
     assert all(r["median_ms"] >= r["min_ms"] > 0 and r["of_bandwidth"] > 0 and r["of_product"] > 0
                for r in written["rows"])

@@ -41,7 +41,7 @@ def figures_1_2(report: DiscreteReport, section: Section) -> None:
         lengths = those.accepted_per_step
         share = torch.bincount(lengths, minlength=longest + 1).float() / len(lengths)
         axis.bar(range(longest + 1), share.numpy(), color=method_color(text))
-        axis.set(ylim=(0, 1), xlabel="accepted drafts")
+        axis.set(ylim=(0, 1), xlabel="accepted drafts", ylabel="share of steps")
         axis.set_title(text, fontsize=8)
         rows.append({"method": text, **{f"{n}": value.item() for n, value in enumerate(share)},
                      "mean accepted drafts": lengths.float().mean().item()})
