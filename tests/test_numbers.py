@@ -301,6 +301,10 @@ def sentences():
         f"`jacobi` is {alone['jacobi']['speedup']} times as fast as the baseline ({alone['jacobi']['min']} to "
         f"{alone['jacobi']['max']}), `speculative` has {alone['speculative']['speedup']} times the baseline's speed, "
         f"`gsd` {alone['gsd']['speedup']} and `cool-sd` {alone['cool-sd']['speedup']}")
+    text = "LANTERN's distance from plain pictures grows (FID)"
+    distance = tables.row_of("report/claims.csv", **{"the paper says": text})
+    where = "within" if distance["finding"] == "not decided" else "outside"
+    yield "methods.md", f"is {where} it for [{re.search('([0-9]+) pictures', distance['here'])[1]} pictures]"
     gain = tables.row_of("report-continuous/claims.csv", item="disa")["here"].partition(" as with all steps")[0]
     yield "continuous.md", f"decoding is {gain}, no more than timings differ"
 

@@ -255,7 +255,7 @@ class DiscreteReport(Report):
             ratios = np.log(self.study.seconds(jobs[0]).speedup / self.study.seconds(jobs[1]).speedup)
             return mean_and_error(ratios, np.zeros(count))
 
-        counts = self.looks(max(4, self.scope.timed), self.scope.most // 3, temperature)
+        counts = self.looks(max(8, self.scope.timed), self.scope.most // 3, temperature)  # of four, drift decides
         return draw_until_decided(estimate, counts, least=math.log1p(SMALL_CHANGE))
 
     def gain(self, a: str, b: str, *, margin: float | None = None, none: bool = False) -> tuple[bool | None, str]:
