@@ -65,7 +65,7 @@ def table_1(report: DiscreteReport, section: Section) -> None:
         finding = report.faster(methods["ADT-Tree"], EAGLE2, T)
         section.claim(f"at temperature {T:g} ADT-Tree is faster than EAGLE-2, {speed[0] / speed[1]:.2f} times",
                       finding.holds, f"{finding.factor} in seconds of single pictures")
-    holds, evidence = report.gain(methods["ADT-Tree"], EAGLE2, none=True)
+    holds, evidence = report.gain(methods["ADT-Tree"], EAGLE2, larger=False)
     section.claim("at temperature 1 ADT-Tree does not accept more than EAGLE-2: its gain is cheaper trees", holds,
                   f"{evidence}; mean nodes {pictures(methods['ADT-Tree']).mean_nodes:.1f} against "
                   f"{pictures(EAGLE2).mean_nodes:.1f}")
@@ -99,7 +99,7 @@ def table_5(report: DiscreteReport, section: Section) -> None:
                  "names ours.")
     section.claim("a depth that starts from 1 accepts less", *report.gain("adt-tree", BASES["depth from 1"]))
     section.claim("a width that starts from 25 does not accept less",
-                  *report.gain("adt-tree", BASES["width from 25"], none=True))
+                  *report.gain("adt-tree", BASES["width from 25"], larger=False))
 
 
 STARTS = {"horizontal (the default)": "adt-tree", "vertical": "adt-tree:start=vertical",

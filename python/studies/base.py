@@ -193,7 +193,7 @@ def decided(value: float, half: float) -> bool | None:
     return None if abs(value) <= half else value > 0
 
 
-SHOWN = (0, 1, 2, 3, 6, 7, 9, 10)  # the pictures in figures: without the two hands, which can be rude
+SHOWN = (0, 1, 2, 3, 6, 7, 9, 10)  # the pictures in figures: not of the prompts of hands, whose gestures may be rude
 SMALL_CHANGE = 0.02  # of tau or of seconds: a smaller gain counts as none
 SMALL_EXCESS = 1e-3  # of added total variation per token: a smaller difference counts as none
 

@@ -258,19 +258,19 @@ class DiscreteReport(Report):
         counts = self.looks(max(8, self.scope.timed), self.scope.most // 3, temperature)  # of four, drift decides
         return draw_until_decided(estimate, counts, least=math.log1p(SMALL_CHANGE))
 
-    def gain(self, a: str, b: str, *, margin: float | None = None, none: bool = False) -> tuple[bool | None, str]:
+    def gain(self, a: str, b: str, *, margin: float | None = None, larger: bool = True) -> tuple[bool | None, str]:
         """Say whether a's tau is larger than b's at temperature 1, and put it in words.
 
         margin: another question, a share: is it nearer to b's than this?
-        none:   another: is it not larger?
+        larger: False asks whether it is not larger
         """
         asked = {"least": SMALL_CHANGE} if margin is None else {"margin": margin}
         usual = self.tau(b)
         finding = self.contrast("tau", {a: 1.0, b: -1.0}, **{name: share * usual for name, share in asked.items()})
         tau = [self.study.pictures(PictureRun.of(text, count=finding.pictures)).tau for text in (a, b)]
-        wanted = (f"within {margin:.0%}" if margin else f"less than {SMALL_CHANGE:.0%} more" if none else
-                  f"above 0, {SMALL_CHANGE:.0%} or more measured")
-        holds = finding.holds if finding.holds is None else finding.holds != none
+        wanted = (f"within {margin:.0%}" if margin else f"above 0, {SMALL_CHANGE:.0%} or more measured" if larger else
+                  f"less than {SMALL_CHANGE:.0%} more")
+        holds = None if finding.holds is None else finding.holds == larger
         return holds, (f"tau {tau[0]:.2f} against {tau[1]:.2f}, {tau[0] / tau[1]:.2f} times: {finding} (asked: "
                        f"{wanted})")
 
@@ -301,20 +301,21 @@ class DiscreteReport(Report):
             f"top-p {settings['top_p']:g}. Seconds are of single pictures, {scope.timed} a method, everything "
             "else of pictures decoded in batches. A speed is the median of ratios to the baseline's seconds right "
             "before, not the ratio of two rows.", "",
-            "The baseline is plain decoding, `vanilla`; `jacobi` draws its pictures, which are the same. "
-            "Frechet and kernel distance are distances to these pictures, on features of an ImageNet network "
-            "(EfficientNet-Lite0); the inception score is on its classes; nearest name is the share of pictures "
-            "whose features are nearest to those of the picture that their prompt names. `tv_excess` is added "
-            "total variation per token, estimated. CLIP score, HPSv2, ImageReward and the aesthetic predictor "
-            "need weights that no package brings: not measured (`--score` takes them).", "",
-            "An interval of 95 %, over pictures of these prompts, decides each claim: it agrees where the whole "
-            "interval is on the side that is asked, and does not where it is on the other. Where a row does not say "
-            "what is asked, it is a number above 0; a gain below "
-            f"{SMALL_CHANGE:.0%} in tau or in seconds counts as none. Pictures are drawn until it is decided, at most "
-            f"{scope.counts(scope.images, scope.most)[-1]} of a method (`--most`), a third of that where seconds are "
-            "asked, and fewer where more than two runs are compared; the interval is corrected for looking again. "
-            "Drawing stops where so many would not decide; then the row says roughly how many would. A row has as many "
-            "pictures as it says, so that its numbers may differ from the tables'.", "",
+            "The baseline is plain decoding, `vanilla`. Its pictures are drawn by `jacobi`, whose tokens are the "
+            "same. Frechet and kernel distance are distances to these pictures, on features of an ImageNet "
+            "network (EfficientNet-Lite0); the inception score is on its classes. Nearest name is the share of "
+            "pictures whose features are nearer to their prompt's picture than to any other's. `tv_excess` is "
+            "added total variation per token, estimated. CLIP score, HPSv2, ImageReward and the aesthetic "
+            "predictor need weights that no package brings: not measured (`--score` takes them).", "",
+            "An interval of 95 %, over pictures of these prompts, decides each claim. The claim agrees if the "
+            "whole interval is on the side that the claim asks for, and does not agree if the whole interval is "
+            "on the other side. If a row does not say what is asked, it asks for a number above 0; a gain below "
+            f"{SMALL_CHANGE:.0%} in tau or in seconds counts as none. Pictures are drawn until the interval decides, "
+            f"at most {scope.counts(scope.images, scope.most)[-1]} of a method (`--most`), a third of this number for "
+            "claims in seconds, and fewer for claims "
+            "that compare more than two runs. The interval is corrected for looking again. Drawing stops early "
+            "if the largest number of pictures would not decide; the row then estimates how many would. Each row "
+            "names its number of pictures, so that its numbers may differ from the numbers in the tables.", "",
             "The papers' models have 0.8 to 7 billion parameters on GPUs, ours has millions on what is named above: "
             "only trends can agree. In their tables (python/studies/papers) `mark` says `restored` where a damaged "
             "text was mended from other places of the paper, and `contradicts` where the paper contradicts itself; a "

@@ -411,6 +411,14 @@ def test_a_claim_has_no_fewer_pictures_than_the_tables(study):
     assert report.looks(16, 48, 1.0) == [16, 32, 48] and report.looks(16, 48, 0.0) == [4]
 
 
+def test_seconds_are_of_eight_pictures_or_more(study, monkeypatch):
+    """The machine's drift decided a claim on four."""
+    monkeypatch.setattr("studies.discrete.draw_until_decided", lambda estimate, counts, **asked: counts)
+    for most, counts in ((12, [8]), (32, [8]), (400, [8, 16, 32, 64, 128])):
+        report = DiscreteReport(study, dataclasses.replace(FULL, most=most), study.folder, references=None)
+        assert report.faster("jacobi", "vanilla") == counts
+
+
 def test_a_quick_report_is_shorter(study):
     def cost(items, scope):
         jobs = {job for item in items for job in item.jobs(scope)}
