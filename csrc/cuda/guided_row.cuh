@@ -198,16 +198,10 @@ class GuidedRow {
     if (high) atomicAdd(&shared_->high[bin], high);
   }
 
-  // Of all blocks of the team, of which four are asked at once. Counts have no high halves.
-  __device__ int64_t bin_sum(unsigned bin, bool by_mass) const {
-    uint64_t sum = 0;
-#pragma unroll 4
-    for (unsigned block = 0; block < team_.size(); ++block) {
-      const RowShared* const from = in_block(shared_, block);
-      sum += from->low[bin];
-      if (by_mass) sum += uint64_t{from->high[bin]} << 32;
-    }
-    return static_cast<int64_t>(sum);
+  // What a block of the team has in a bin. Counts have no high halves.
+  __device__ int64_t in_bin(unsigned block, unsigned bin, bool by_mass) const {
+    const RowShared* const from = in_block(shared_, block);
+    return (by_mass ? int64_t{from->high[bin]} << 32 : 0) + from->low[bin];
   }
 
   // The first of n values at which their running sum, with `above`, reaches the limit; n if it never does. `above`
@@ -245,9 +239,12 @@ class GuidedRow {
     const unsigned num_warps = team_.threads() / kWarp, own = team_.thread() / kWarp;
     const unsigned share = kBins >> (__ffs(static_cast<int>(num_warps)) - 1);
     const auto bin_at = [&](unsigned w, unsigned i) { return kBins - 1 - w * share - i; };
+    const unsigned size = team_.size(), shift = __popc(size - 1);
     int64_t sum = 0;
-#pragma unroll 1
-    for (unsigned i = lane(); i < share; i += kWarp) sum += bin_sum(bin_at(own, i), search->by_mass);
+#pragma unroll 4
+    for (unsigned i = lane(); i < share << shift; i += kWarp) {
+      sum += in_bin(i & (size - 1), bin_at(own, i >> shift), search->by_mass);
+    }
     const uint64_t* const sums = team_.exchange(static_cast<uint64_t>(warp_sum(sum)));
     if (search->limit == 0) {
       int64_t whole = 0;
@@ -259,7 +256,12 @@ class GuidedRow {
     unsigned w = first_reaching(
         num_warps, [&](unsigned w) { return static_cast<int64_t>(sums[w]); }, search->limit, &search->above);
     if (w == num_warps) return kBins;
-    const auto value = [&](unsigned i) { return bin_sum(bin_at(w, i), search->by_mass); };
+    const auto value = [&](unsigned i) {
+      int64_t sum_of_bin = 0;
+#pragma unroll 2  // more would not fit into the registers of guided_probs
+      for (unsigned block = 0; block < size; ++block) sum_of_bin += in_bin(block, bin_at(w, i), search->by_mass);
+      return sum_of_bin;
+    };
     return bin_at(w, first_reaching(share, value, search->limit, &search->above));
   }
 

@@ -88,7 +88,7 @@ struct Packs {
   template <class Use>
   __device__ unsigned read(int pack, int step, Extremes* extremes, const Use& use) const {
     const auto can_load = [&](int p) { return is_aligned && is_whole(pack + p * step); };
-    uint4 c[kInFlight], u[kInFlight];
+    uint4 c[kInFlight], u[kInFlight] = {};  // without a value the compiler spills them for some GPUs
     const auto load = [&](auto of_type) {
 #pragma unroll
       for (int p = 0; p < kInFlight; ++p) {
