@@ -58,7 +58,7 @@ def table_1(report: DiscreteReport, section: Section) -> None:
                  "temperature 1:")
     runs = {name: PictureRun.of(text) for name, text in methods.items()}
     section.beside("adt-table-3", lambda row: {} if row["method"] == "Anole" else
-                   report.quality(runs[row["method"]]), "-quality", data="COCO")
+                   report.quality(runs[row["method"]]), "-quality")
     report.noise(section, list(runs.values()))
     for T in scope.temperatures[::-1]:
         speed = [papers.value("adt-table-1", "speed-up", T=T, method=name) for name in ("ADT-Tree", "EAGLE-2")]
@@ -123,12 +123,12 @@ def figure_8(report: DiscreteReport, section: Section) -> None:
                       f"{finding.factor} in seconds of single pictures")
 
 
-def forced(report: DiscreteReport, run: PictureRun) -> tuple[Tensor, Tensor, Tensor]:
+def forced(report: DiscreteReport, run: PictureRun) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What the models say of the finished pictures of a run.
 
     Returns:
-        (n, L) the largest target probability; (n, L - 1), from the second token on, the largest draft probability
-        and sum min(P, Q)
+        (n, L) the largest target probability; (n, L - 1), from the second token on, the largest draft probability,
+        sum min(P, Q), and log2(1 + how many tokens the draft has before the drawn one)
     """
     def compute():
         study, parts = report.study, []
@@ -137,7 +137,9 @@ def forced(report: DiscreteReport, run: PictureRun) -> tuple[Tensor, Tensor, Ten
             target, draft = teacher_forced_probs(study.pipeline, study.prompts_of(start, len(tokens)),
                                                  tokens.to(study.pipeline.device),
                                                  study.sampling_of(start, len(tokens), run.temperature))
-            parts.append((target.max(-1).values, draft.max(-1).values, torch.minimum(target[:, 1:], draft).sum(-1)))
+            drawn = draft.gather(2, tokens[:, 1:, None].to(draft.device))
+            parts.append((target.max(-1).values, draft.max(-1).values, torch.minimum(target[:, 1:], draft).sum(-1),
+                          torch.log2(1 + (draft > drawn).sum(-1))))
         return tuple(torch.cat(part).cpu() for part in zip(*parts))
 
     return report.once(("forced", run), compute)
@@ -161,10 +163,11 @@ def maps_of(report: DiscreteReport, run: PictureRun) -> dict[str, tuple[Tensor, 
     def compute():
         study, side = report.study, report.study.pipeline.gpt.config.grid
         decoded = study.pictures(run).decoded
-        top, _, overlap = forced(report, run)
+        top, _, overlap, rank = forced(report, run)
         gains, texture = steps_gain(decoded.num_accepted).float(), textures(pixels(study, decoded.tokens), side)
         maps = top.view(-1, side, side)
         return {"the texture of its pixels with the tokens gained by the step": (texture, gains),
+                "the texture of its pixels with the token's rank in the draft": (texture[:, 1:], rank),
                 "the texture of its pixels with the target's top-1": (texture, top),
                 "the target's top-1 with the tokens gained by the step": (top, gains),
                 "sum min(target, draft) with the tokens gained by the step": (overlap, gains[:, 1:]),
@@ -174,12 +177,12 @@ def maps_of(report: DiscreteReport, run: PictureRun) -> dict[str, tuple[Tensor, 
     return report.once(("maps", run), compute)
 
 
-@item(ITEMS, "adt-figures-4-5-9", "ADT-Tree, Figures 4, 5 and 9: maps of the likeliest token's probability",
+@item(ITEMS, "adt-figures-4-5-9", "ADT-Tree, Figures 3b, 4, 5 and 9: maps of the likeliest token's probability",
       lambda scope: [PictureRun.of(EAGLE2)], quick=False)
 def figures_4_5_9(report: DiscreteReport, section: Section) -> None:
     study, run = report.study, PictureRun.of(EAGLE2)
     images = pixels(study, study.pictures(run).decoded.tokens)
-    top, draft, overlap = forced(report, run)
+    top, draft, overlap, _ = forced(report, run)
     side, unknown = study.pipeline.gpt.config.grid, torch.full((len(top), 1), torch.nan)  # at the first token
     gains = steps_gain(study.pictures(run).decoded.num_accepted).float()
     draft, shared = (torch.cat([unknown, values], 1) for values in (draft, overlap))
@@ -205,13 +208,17 @@ def figures_4_5_9(report: DiscreteReport, section: Section) -> None:
     finding = {name: report.contrast(f"correlation of {name}", {run: 1.0},
                                      lambda run, name=name: correlations(*maps_of(report, run)[name]))
                for name in maps_of(report, run)}
-    section.text("Texture is the standard deviation of a token's pixels. The correlations are over the positions of a "
-                 "picture, means over pictures:")
+    section.text("Texture is the standard deviation of a token's pixels, rank the logarithm of how many tokens are "
+                 "likelier for the draft model. The correlations are over the positions of a picture, means over "
+                 "pictures:")
     section.table([{"correlation of": name, "mean": found.value, "+-": found.half, "pictures": found.pictures}
                    for name, found in finding.items()])
-    by_texture, sharp, by_top, _, left, up = finding.values()
+    by_texture, deep, sharp, by_top, _, left, up = finding.values()
     section.claim("simple regions accept more", by_texture.value < 0 if by_texture.holds is not None else None,
                   f"correlation of texture with the tokens gained {by_texture}")
+    section.claim("in complex regions tokens have a deeper rank in the draft (Figure 3b: "
+                  "accepted tokens)", deep.holds,
+                  f"correlation of texture with the rank {deep}")
     section.claim("complex regions have the sharper distributions", sharp.holds,
                   f"correlation of texture with the target's top-1 {sharp}")
     section.claim("a low top-1 goes with more acceptance", by_top.value < 0 if by_top.holds is not None else None,

@@ -8,7 +8,7 @@ from scipy.stats import t
 from specvis.decoding.methods import parse_method
 from specvis.pipelines.mar import MARPair
 
-from .base import Report, Scope, decided, reference_pictures
+from .base import Finding, Report, Scope, decided, reference_pictures
 from .continuous_study import ContinuousRun, ContinuousStudy, share
 from .page import Section
 
@@ -140,7 +140,9 @@ class ContinuousReport(Report):
         acceptance = [self.study.pictures(run).decoded.acceptance[:, start:] for run in (a, b)]
         (x, half_x), (y, half_y) = (share(part == 1, part >= 0) for part in acceptance)
         half = float(np.hypot(half_x, half_y))
-        return decided(x - y, half), f"{a.method.label}: alpha {x:.3f} against {y:.3f}, {x - y:+.3f} +- {half:.3f}"
+        needed = a.count * (half / (x - y)) ** 2 if x != y else np.inf
+        finding = Finding(x - y, half, a.count, decided(x - y, half), needed)
+        return finding.holds, f"{a.method.label}: alpha {x:.3f} against {y:.3f}, {finding}"
 
     def cover(self, command: str, origin: str) -> str:
         scope = self.scope

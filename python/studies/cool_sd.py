@@ -15,6 +15,7 @@ from .page import Section, axes, show
 ITEMS: dict[str, Item] = {}
 COMPARED = {"Eagle-1": "eagle1", "LANTERN++": f"{MC_SIM}:delta=2", "COOL-SD, 1.1": "cool-sd",
             "COOL-SD, 2": "cool-sd:omega=2"}
+PAPER_KS = (10, 30, 100, 300, 1000)  # of Figure 4
 
 
 def name_of(row: dict[str, str]) -> str:
@@ -55,7 +56,8 @@ def table_1(report: DiscreteReport, section: Section) -> None:
     own = PictureRun.of("lantern++")
     section.table([report.row(own) | {"speed-up": report.speedup(own)}], "-own-tree")
     report.noise(section, [*runs.values(), own])
-    section.text("CLIP score and ImageReward need weights that no package brings.")
+    section.text(f"LANTERN++ has k = 10, as in the paper, here of {report.scope.codes} codes. CLIP score and "
+                 "ImageReward need weights that no package brings.")
     for a, b, text in (("COOL-SD, 1.1", "Eagle-1", "COOL-SD with delta 1.1 accepts more than Eagle-1"),
                        ("COOL-SD, 2", "COOL-SD, 1.1", "COOL-SD with delta 2 accepts more than with 1.1"),
                        ("LANTERN++", "Eagle-1", "LANTERN++ accepts more than Eagle-1"),
@@ -71,8 +73,8 @@ def figure_3(report: DiscreteReport, section: Section) -> None:
             for name in ("UniformRSD", "COOL-SD", "LANTERN++")}
     every = [*sum(runs.values(), []), PictureRun.of("eagle1")]
     section.text("Delta of UniformRSD and COOL-SD (our `omega`): " + ", ".join(f"{x:g}" for x in scope.omega)
-                 + "; lambda of LANTERN++ (our `delta`, k = 10): " + ", ".join(f"{x:g}" for x in scope.ratio)
-                 + ". All have EAGLE-1's tree.")
+                 + "; lambda of LANTERN++ (our `delta`): " + ", ".join(f"{x:g}" for x in scope.ratio)
+                 + f", with k = 10, as in the paper, here of {scope.codes} codes. All have EAGLE-1's tree.")
     section.figure(plot_curves(report, every),
                    "Added total variation per token (left) and kernel distance to baseline pictures (right, band: the "
                    "baseline's own) over tokens per target forward: a curve for each method over how much it relaxes, "
@@ -89,7 +91,7 @@ def figure_3(report: DiscreteReport, section: Section) -> None:
 
 def figure_4_runs(scope: DiscreteScope) -> list[PictureRun]:
     """For each k LANTERN++ with its own residual and with the optimal one."""
-    ks = dict.fromkeys(map(scope.own_k, (10, 30, 100, 300, 1000)))
+    ks = dict.fromkeys(map(scope.own_k, PAPER_KS))
     return [PictureRun.of(f"{MC_SIM}:delta=2:k={k}{tail}") for k in ks for tail in ("", ":residual=optimal")]
 
 
@@ -98,8 +100,8 @@ def figure_4_runs(scope: DiscreteScope) -> list[PictureRun]:
 def figure_4(report: DiscreteReport, section: Section) -> None:
     runs = figure_4_runs(report.scope)
     ks = [run.method.acceptance.k for run in runs[::2]]
-    section.text("LANTERN++ on EAGLE-1's tree at ratio 2, with its own residual and with COOL-SD's. The paper's figure "
-                 "has no numbers.")
+    section.text("LANTERN++ on EAGLE-1's tree at ratio 2, with its own residual and with COOL-SD's. "
+                 f"{report.scope.about_k(*PAPER_KS)} The paper's figure has no numbers.")
     section.table([report.row(run) for run in runs])
     report.noise(section, runs)
     figure, (both,) = axes(1, 2, 4.2, 3.2)

@@ -75,8 +75,8 @@ def table_1_rows(report: ContinuousReport) -> list[dict]:
     return rows
 
 
-def table_1_figure(rows: list[dict]):
-    """Acceptance, tau and speedup over gamma, a curve for each family."""
+def table_1_figure(rows: list[dict], error: float):
+    """Acceptance, tau and speedup over gamma, a curve for each family. error: of speedups, relative"""
     figure, (three,) = axes(1, 3, 4, 3.2)
     for name in FAMILIES:
         those = [row for row in rows if row["family"] == name]
@@ -84,9 +84,10 @@ def table_1_figure(rows: list[dict]):
         style = method_style(name)
         three[0].errorbar(gamma, [row["alpha"] for row in those], [row["+-"] for row in those], label=name, **style)
         three[1].plot(gamma, [row["tau"] for row in those], label=name, **style)
-        three[2].plot(gamma, [row["speedup"] for row in those], label=f"{name}, seconds", **style)
+        speedups = np.array([row["speedup"] for row in those])
+        three[2].errorbar(gamma, speedups, error * speedups, capsize=2, label=f"{name}, seconds", **style)
         three[2].plot(gamma, [row["by forwards"] for row in those], "--", color=style["color"], label="by forwards")
-    three[2].plot(*zip(*PAPER.items()), "k*", label="the paper")
+    three[2].plot(*zip(*PAPER.items()), "k*", label="the paper, H and B, batch 256")
     three[2].axhline(1, color="gray", lw=1)
     gammas = sorted({row["gamma"] for row in rows} | set(PAPER))
     for axis, name in zip(three, ("alpha", "tau: tokens per target forward", "speedup")):
@@ -129,9 +130,9 @@ def table_1(report: ContinuousReport, section: Section) -> None:
         "alpha": (ours := gammas[int(row["gamma"])])["alpha"], f"speedup here, batch {ours['batch']}": ours["speedup"],
         "by forwards": ours["by forwards"]}, "-paper")
     section.text("Beside the paper's table: `cspd-released`, one pair of models beside its three.")
-    section.figure(table_1_figure(rows), "Acceptance, tokens per target forward and speedup over gamma, a curve for "
-                                         "each method: bars are 95 % intervals, dashed curves what forwards alone "
-                                         "would give, stars the paper's")
+    section.figure(table_1_figure(rows, report.timing_error),
+                   "Acceptance, tokens per target forward and speedup over gamma, a curve for each method: bars are "
+                   "95 % intervals, dashed curves what forwards alone would give, stars the paper's")
     released = [row for row in rows if row["family"] == "cspd-released"]
     speedups = [row["speedup"] for row in released]
     half = report.timing_error
@@ -160,47 +161,64 @@ def table_2(report: ContinuousReport, section: Section) -> None:
     section.table(papers.table("cspd-table-2"), "-paper")
 
 
+def prefilled(run: ContinuousRun, percent: int) -> ContinuousRun:
+    return replace(run, method=replace(run.method, prefill=percent / 100))
+
+
+def as_published(scope: ContinuousScope, percent: int) -> list[ContinuousRun]:
+    """The release's method over the paper's gammas, with this share of the tokens pre-filled."""
+    return [prefilled(scope.run(f"cspd-released:gamma={gamma}"), percent) for gamma in PAPER
+            if gamma in scope.gammas["cspd-released"]]
+
+
 def table_3_pairs(scope: ContinuousScope) -> list[tuple[ContinuousRun, ContinuousRun]]:
     """Pairs of runs that differ in one thing: the first is trajectory-aligned, the second is not."""
-    runs = [run for run in scope.middles if run.method.variant != "path"]
-    return [(run, replace(run, method=replace(run.method, aligned=False))) for run in runs]
+    return [(run, replace(run, method=replace(run.method, aligned=False)))
+            for run in (*as_published(scope, 5), scope.middle("cspd"))]
 
 
 @item(ITEMS, "table-3", "CSpD, Table 3: with and without trajectory alignment",
       lambda scope: [*baselines([a for a, _ in table_3_pairs(scope)]), *sum(table_3_pairs(scope), ())],
       quick=False)
 def table_3(report: ContinuousReport, section: Section) -> None:
-    section.text("Not aligned: the target denoises noise of its own. `cspd-path` has the draft's noise only.")
-    report.table(section, list(sum(table_3_pairs(report.scope), ())))
-    aligned, not_aligned = table_3_pairs(report.scope)[0]
-    section.beside("cspd-table-3", lambda row: {} if int(row["gamma"]) != aligned.method.gamma else {
-        "alpha, not aligned": report.study.pictures(not_aligned).alpha[0],
-        "alpha, aligned": report.study.pictures(aligned).alpha[0]}, "-paper")
-    for pair in table_3_pairs(report.scope):
-        section.claim("trajectory alignment raises acceptance", *report.higher(*pair))
+    pairs = table_3_pairs(report.scope)
+    section.text("Not aligned: the target denoises noise of its own. `cspd-path` has the draft's noise only. 5 % are "
+                 "pre-filled, as in the paper: its aligned alphas are those that its Table 4 has for 5 %.")
+    report.table(section, list(sum(pairs, ())))
+    by_gamma = {pair[0].method.gamma: pair for pair in pairs[:-1]}
+    section.beside("cspd-table-3", lambda row: {} if int(row["gamma"]) not in by_gamma else {
+        column: report.study.pictures(run).alpha[0]
+        for column, run in zip(("alpha, aligned", "alpha, not aligned"), by_gamma[int(row["gamma"])])}, "-paper")
+    for pair in pairs:
+        if pair[0].method.gamma == report.scope.middle(pair[0].method.name).method.gamma:
+            section.claim("trajectory alignment raises acceptance", *report.higher(*pair))
 
 
-def table_4_runs(scope: ContinuousScope) -> list[list[ContinuousRun]]:
-    """A list for each method, over the prefill."""
-    return [[replace(run, method=replace(run.method, prefill=prefill)) for prefill in (0.0, 0.05, 0.15)]
-            for run in map(scope.middle, ("cspd-released", "cspd"))]
+SHARES = (0, 5, 15)  # percent
+
+
+def table_4_runs(scope: ContinuousScope) -> list[ContinuousRun]:
+    return [*(run for share in SHARES for run in as_published(scope, share)),
+            *(prefilled(scope.middle("cspd"), share) for share in SHARES)]
 
 
 @item(ITEMS, "table-4", "CSpD, Table 4: pre-filling",
-      lambda scope: [*baselines(sum(table_4_runs(scope), [])), *sum(table_4_runs(scope), [])],
-      quick=False)
+      lambda scope: [*baselines(table_4_runs(scope)), *table_4_runs(scope)], quick=False)
 def table_4(report: ContinuousReport, section: Section) -> None:
     section.text("The share of tokens that the target draws alone, first. alpha is of the tokens that were "
-                 "verified, those after it; the trend is of the tokens after the largest share in all rows.")
-    report.table(section, sum(table_4_runs(report.scope), []))
-    shares = {round(100 * run.method.prefill): run for run in table_4_runs(report.scope)[0]}
-    gamma = shares[0].method.gamma
-    section.beside("cspd-table-4", lambda row: {} if int(row["gamma"]) != gamma else {
-        "alpha": report.study.pictures(run := shares[int(row["pre-filled (%)"])]).alpha[0],
-        "speed-up": report.speedup(run)}, "-paper")
-    for runs in table_4_runs(report.scope):
-        first = round(runs[-1].method.prefill * report.study.num_tokens)
-        section.claim("pre-filling raises acceptance", *report.higher(runs[-1], runs[0], first))
+                 "verified, those after it; the trend is of the tokens after the largest share in both rows.")
+    report.table(section, table_4_runs(report.scope))
+    runs = {(run.method.gamma, round(100 * run.method.prefill)): run for run in table_4_runs(report.scope)[:-3]}
+
+    def here(row: dict[str, str]) -> dict:
+        run = runs.get((int(row["gamma"]), int(row["pre-filled (%)"])))
+        return {"alpha": report.study.pictures(run).alpha[0], "speed-up": report.speedup(run)} if run else {}
+
+    section.beside("cspd-table-4", here, "-paper")
+    for middle in map(report.scope.middle, ("cspd-released", "cspd")):
+        first = round(SHARES[-1] / 100 * report.study.num_tokens)
+        section.claim("pre-filling raises acceptance",
+                      *report.higher(prefilled(middle, SHARES[-1]), prefilled(middle, 0), first))
 
 
 def timings(scope: ContinuousScope) -> dict[int, list[TokenTiming]]:
@@ -225,18 +243,22 @@ def batch(report: ContinuousReport, section: Section) -> None:
     section.table(rows)
     figure, ((axis,),) = axes(1, 1, 4.4, 3.2)
     for label in dict.fromkeys(row["method"] for row in rows):
-        axis.plot(*zip(*((row["batch"], row["seconds a token"]) for row in rows if row["method"] == label)),
-                  label=label, **method_style(label))
+        sizes, seconds = np.array([(row["batch"], row["seconds a token"]) for row in rows if row["method"] == label]).T
+        axis.errorbar(sizes, seconds, report.timing_error / 2 ** 0.5 * seconds, capsize=2, label=label,
+                      **method_style(label))
     axis.set_xscale("log", base=2)
     axis.set_xticks(scope.batch_sizes, [str(size) for size in scope.batch_sizes])
     axis.set(xlabel="batch", ylabel="seconds a token of one image", yscale="log")
     axis.legend(fontsize=7)
-    section.figure(figure, "Seconds a token of one image over the batch size, a curve for each method")
+    section.figure(figure, "Seconds a token of one image over the batch size, a curve for each method; bars are 95 % "
+                           "intervals of timings")
     speedups = {row["batch"]: row["speedup"] for row in rows if row["method"].startswith("cspd-released")}
     smallest, largest = min(speedups), max(speedups)
-    gains = [papers.value("cspd-table-1", f"speed-up, batch {size}", target="H", draft="B", gamma=32)
+    gamma = scope.middle("cspd-released").method.gamma
+    gains = [papers.value("cspd-table-1", f"speed-up, batch {size}", target="H", draft="B", gamma=gamma)
              for size in (1, 256)]
-    section.claim(f"larger batches gain more (the paper: {gains[0]:.2f} times at batch 1, {gains[1]:.2f} at 256)",
+    section.claim(f"larger batches gain more (the paper at gamma {gamma}: {gains[0]:.2f} times at batch 1, "
+                  f"{gains[1]:.2f} at 256)",
                   decided(float(np.log(speedups[largest] / speedups[smallest])), report.timing_error),
                   f"cspd-released {speedups[smallest]:.2f} times at batch {smallest}, {speedups[largest]:.2f} "
                   f"at {largest}; a ratio of timings is good to {report.timing_error:.0%}")

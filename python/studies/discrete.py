@@ -75,7 +75,7 @@ class DiscreteScope(Scope):
     def about_k(self, *ks: int) -> str:
         """A sentence: our k beside these of the paper."""
         ours, theirs = (", ".join(map(str, those)) for those in (map(self.own_k, ks), ks))
-        return f"Here k is {ours} of {self.codes} codes, where LANTERN's paper has {theirs} of {PAPER_CODES}."
+        return f"Here k is {ours} of {self.codes} codes: as large a part as {theirs} of LlamaGen's {PAPER_CODES}."
 
     def baseline(self, temperature: float = 1.0) -> PictureRun:
         """Pictures that others are compared with. `jacobi` draws them: they are plain decoding's, token for token.

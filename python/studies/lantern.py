@@ -238,7 +238,8 @@ def figures_5_7(report: DiscreteReport, section: Section) -> None:
                   f"from the smallest to the largest the kernel distance grows {worse}")
     text = "at a small delta a larger k costs no quality (FID)"
     if not worse.holds:
-        section.claim(text, None, "little is less than a quarter of the growth above, which does not show")
+        section.claim(text, None, "asked: less than a quarter of the growth in the claim before, which is itself not "
+                      "decided")
         return
     cost = report.contrast("kernel distance", {more: 1.0, small: -1.0}, least=worse.value / 4)
     section.claim(text, None if cost.holds is None else not cost.holds,

@@ -402,7 +402,7 @@ def test_k_is_as_large_a_part_of_the_codebook_as_the_papers():
     assert [dataclasses.replace(FULL, codes=codes).k for codes in (16384, 4096, 64, 65536)] == [
         (100, 300, 1000), (25, 75, 250), (1, 4), (100, 300, 1000)]
     assert dataclasses.replace(FULL, codes=4096).about_k(100, 1000) == (
-        "Here k is 25, 250 of 4096 codes, where LANTERN's paper has 100, 1000 of 16384.")
+        "Here k is 25, 250 of 4096 codes: as large a part as 100, 1000 of LlamaGen's 16384.")
 
 
 def test_a_claim_has_no_fewer_pictures_than_the_tables(study):
