@@ -1,7 +1,8 @@
 """The tables of measured numbers in README.md and docs:   python -m benchmarks.tables
 
-Each is written from files in benchmarks/results, between <!-- table: NAME --> and <!-- end -->. Two are left to others:
-benchmarks.bounds writes "bounds", and benchmarks.refresh prints "refresh".
+Each is written from files in benchmarks/results, between <!-- table: NAME --> and <!-- end -->, with the revision and
+machine of the files that say these. Two are left to others: benchmarks.bounds writes "bounds", and benchmarks.refresh
+prints "refresh".
 """
 import csv
 import json
@@ -20,9 +21,17 @@ SIZES = ("shipped", "B", "L", "XL")
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
-@cache
+READ = {}  # the files that were read for a table, in their order
+
+
 def rows_of(name: str) -> list[dict]:
     """The rows of a file, or its lines: "AMD-EPYC-2-cores.json", "demo/compare.csv", "training/gpt.jsonl" """
+    READ[name] = True
+    return parsed(name)
+
+
+@cache
+def parsed(name: str) -> list[dict]:
     text = (RESULTS / name).read_text()
     if name.endswith(".csv"):
         return list(csv.DictReader(text.splitlines()))
@@ -33,6 +42,16 @@ def row_of(name: str, **where) -> dict:
     """The only row with these values."""
     row, = (row for row in rows_of(name) if where.items() <= row.items())
     return row
+
+
+def origin(name: str) -> str:
+    """The revision and the machine of a file; of a file that does not say these: nothing."""
+    path = RESULTS / name
+    if path.suffix == ".json":
+        machine = json.loads(path.read_text())["machine"]
+        return f"{machine['git']}, {machine['cpu' if machine['device'] == 'cpu' else 'device']}"
+    cover = path.parent / "README.md"  # of a report
+    return re.search(r"^Runs: (.*)\.$", cover.read_text(), re.M)[1] if cover.exists() else ""
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -287,9 +306,18 @@ TABLES = {"compare": compare, "jacobi": jacobi, "budgets": budgets, "claims": la
           "gpu-slower": gpu_slower, "training": training, "training-mar": training_mar, "readme": readme}
 
 
+def captioned(table) -> str:
+    """What a function writes, and where it comes from."""
+    READ.clear()
+    text = table()
+    origins = "; ".join(dict.fromkeys(filter(None, map(origin, READ))))
+    return f"{text}\n\n*Revisions: {origins}.*" if origins else text
+
+
 def written(page: str, tables: dict) -> str:
     """The page with these tables in its blocks. tables: functions by name"""
-    return BLOCK.sub(lambda match: f"{match[1]} -->\n{tables[match[1]]()}\n" if match[1] in tables else match[0], page)
+    return BLOCK.sub(lambda match: f"{match[1]} -->\n{captioned(tables[match[1]])}\n" if match[1] in tables
+                     else match[0], page)
 
 
 def main():
