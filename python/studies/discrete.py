@@ -103,7 +103,7 @@ class DiscreteScope(Scope):
                 *(PictureRun.of(f"{MC_SIM}:delta={ratio:g}") for ratio in self.ratio)]
 
 
-FULL = DiscreteScope(16, 32, 4, True, (0.0, 1.0), (100, 300, 1000), (0.05, 0.1, 0.2, 0.4), (1.1, 1.5, 2.0, 3.0),
+FULL = DiscreteScope(16, 16, 4, True, (0.0, 1.0), (100, 300, 1000), (0.05, 0.1, 0.2, 0.4), (1.1, 1.5, 2.0, 3.0),
                      (0.5, 1.0, 2.0, 4.0))
 QUICK = DiscreteScope(12, 12, 1, False, (1.0,), (100, 1000), (0.1, 0.4), (1.1, 2.0), (1.0, 4.0))
 
@@ -296,11 +296,11 @@ class DiscreteReport(Report):
             f"`{command}`", "",
             f"Runs: {origin}.", "",
             f"Model: {config.layers} layers of width {config.dim}, {config.vocabulary} codes, {config.tokens} tokens a "
-            f"picture. {scope.images} pictures a method, {scope.baseline().count} of the baseline, of "
+            f"picture. {scope.images} pictures of each method, {scope.baseline().count} of the baseline, of "
             f"{len(self.study.prompts)} prompts; guidance {settings['guidance']:g}, top-k {settings['top_k']}, "
-            f"top-p {settings['top_p']:g}. Seconds are of single pictures, {scope.timed} a method, everything "
-            "else of pictures decoded in batches. A speed is the median of ratios to the baseline's seconds right "
-            "before, not the ratio of two rows.", "",
+            f"top-p {settings['top_p']:g}. Seconds are of single pictures, {scope.timed} of each method; "
+            "all other numbers are of pictures that were decoded in batches. A speed is the median of ratios to the "
+            "baseline's seconds right before, not the ratio of two rows.", "",
             "The baseline is plain decoding, `vanilla`. Its pictures are drawn by `jacobi`, whose tokens are the "
             "same. Frechet and kernel distance are distances to these pictures, on features of an ImageNet "
             "network (EfficientNet-Lite0); the inception score is on its classes. Nearest name is the share of "
