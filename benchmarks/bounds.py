@@ -152,6 +152,7 @@ def cell(rows: list[dict], name: str, number: str = "{:g}") -> str:
 
 def table(results: dict) -> str:
     """Of docs/gpu.md: a line for each op, and in a cell the batches of 1 / 8 / 64."""
+    tables.READ[RESULTS.name] = True
     times = {(row["op"], row["shape"]): row["median_us"] for row in reversed(tables.rows_of(f"{tables.GPU}.json"))
              if row["mode"] == "graph between"}  # of the first backend: the device's own kernel
     cases = {title: case for title, _, case in CASES}

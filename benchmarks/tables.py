@@ -48,8 +48,9 @@ def origin(name: str) -> str:
     """The revision and the machine of a file; of a file that does not say these: nothing."""
     path = RESULTS / name
     if path.suffix == ".json":
-        machine = json.loads(path.read_text())["machine"]
-        return f"{machine['git']}, {machine['cpu' if machine['device'] == 'cpu' else 'device']}"
+        record = json.loads(path.read_text())
+        machine, note = record.get("machine", record), f", {record['note']}" if "note" in record else ""
+        return f"{machine['git']}, {machine['cpu' if machine['device'] == 'cpu' else 'device']}{note}"
     cover = path.parent / "README.md"  # of a report
     return re.search(r"^Runs: (.*)\.$", cover.read_text(), re.M)[1] if cover.exists() else ""
 

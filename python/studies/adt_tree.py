@@ -177,7 +177,7 @@ def maps_of(report: DiscreteReport, run: PictureRun) -> dict[str, tuple[Tensor, 
     return report.once(("maps", run), compute)
 
 
-@item(ITEMS, "adt-figures-4-5-9", "ADT-Tree, Figures 3b, 4, 5 and 9: maps of the likeliest token's probability",
+@item(ITEMS, "adt-figures-4-5-9", "ADT-Tree, Figures 3b, 4, 5 and 9: probabilities, ranks and gains by position",
       lambda scope: [PictureRun.of(EAGLE2)], quick=False)
 def figures_4_5_9(report: DiscreteReport, section: Section) -> None:
     study, run = report.study, PictureRun.of(EAGLE2)
@@ -208,16 +208,16 @@ def figures_4_5_9(report: DiscreteReport, section: Section) -> None:
     finding = {name: report.contrast(f"correlation of {name}", {run: 1.0},
                                      lambda run, name=name: correlations(*maps_of(report, run)[name]))
                for name in maps_of(report, run)}
-    section.text("Texture is the standard deviation of a token's pixels, rank the logarithm of how many tokens are "
-                 "likelier for the draft model. The correlations are over the positions of a picture, means over "
-                 "pictures:")
+    section.text("Texture is the standard deviation of a token's pixels, rank the logarithm of one more than the "
+                 "number of tokens that are likelier for the draft model, of all tokens from the second on. The "
+                 "correlations are over the positions of a picture, means over pictures:")
     section.table([{"correlation of": name, "mean": found.value, "+-": found.half, "pictures": found.pictures}
                    for name, found in finding.items()])
     by_texture, deep, sharp, by_top, _, left, up = finding.values()
     section.claim("simple regions accept more", by_texture.value < 0 if by_texture.holds is not None else None,
                   f"correlation of texture with the tokens gained {by_texture}")
-    section.claim("in complex regions tokens have a deeper rank in the draft (Figure 3b: "
-                  "accepted tokens)", deep.holds,
+    section.claim("in complex regions tokens have a deeper rank in the draft (Figure 3b, of "
+                  "accepted ones)", deep.holds,
                   f"correlation of texture with the rank {deep}")
     section.claim("complex regions have the sharper distributions", sharp.holds,
                   f"correlation of texture with the target's top-1 {sharp}")

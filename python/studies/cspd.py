@@ -208,11 +208,12 @@ def table_4(report: ContinuousReport, section: Section) -> None:
     section.text("The share of tokens that the target draws alone, first. alpha is of the tokens that were "
                  "verified, those after it; the trend is of the tokens after the largest share in both rows.")
     report.table(section, table_4_runs(report.scope))
-    runs = {(run.method.gamma, round(100 * run.method.prefill)): run for run in table_4_runs(report.scope)[:-3]}
+    runs = {(run.method.gamma, share): run for share in SHARES for run in as_published(report.scope, share)}
 
     def here(row: dict[str, str]) -> dict:
         run = runs.get((int(row["gamma"]), int(row["pre-filled (%)"])))
-        return {"alpha": report.study.pictures(run).alpha[0], "speed-up": report.speedup(run)} if run else {}
+        return {"alpha": report.study.pictures(run).alpha[0],
+                f"speed-up here, batch {run.batch}": report.speedup(run)} if run else {}
 
     section.beside("cspd-table-4", here, "-paper")
     for middle in map(report.scope.middle, ("cspd-released", "cspd")):
@@ -251,7 +252,7 @@ def batch(report: ContinuousReport, section: Section) -> None:
     axis.set(xlabel="batch", ylabel="seconds a token of one image", yscale="log")
     axis.legend(fontsize=7)
     section.figure(figure, "Seconds a token of one image over the batch size, a curve for each method; bars are 95 % "
-                           "intervals of timings")
+                           "intervals, by how much the seconds of the baseline's batches differ")
     speedups = {row["batch"]: row["speedup"] for row in rows if row["method"].startswith("cspd-released")}
     smallest, largest = min(speedups), max(speedups)
     gamma = scope.middle("cspd-released").method.gamma

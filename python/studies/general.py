@@ -151,7 +151,7 @@ def latencies(scope: DiscreteScope) -> list[Latency]:
     return [Latency(method) for method in METHODS.values() if method.drafting != "none"]
 
 
-@item(ITEMS, "latency", "Latency of single pictures, every method", latencies)
+@item(ITEMS, "latency", "Latency of single pictures, every method", latencies, quick=False)
 def latency(report: DiscreteReport, section: Section) -> None:
     rows = [report.latency_row(job) for job in latencies(report.scope)]
     section.text("Batch 1, temperature 1. Each picture was timed right after the baseline's of the same prompt and "

@@ -116,8 +116,8 @@ def parallel(report: ContinuousReport, section: Section) -> None:
     asked = [row for row in speculative if row["target_forwards"] <= max_forwards]
     section.claim("parallel decoding in as many target forwards is faster (the author, in the repository's issue 1)",
                   len(faster) == len(asked) if asked else None,
-                  f"for {len(faster)} of the {len(asked)} speculative runs of at most {max_forwards:.0f} target forwards "
-                  "a parallel decoding of as many or more is faster")
+                  f"for {len(faster)} of the {len(asked)} speculative runs of at most {max_forwards:.0f} target "
+                  "forwards a parallel decoding of as many or more is faster")
 
 
 def few_steps_runs(scope: ContinuousScope) -> list[ContinuousRun]:
