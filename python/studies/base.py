@@ -233,6 +233,12 @@ class Finding:
         return f"{math.exp(self.value):.2f} times ({low:.2f} to {high:.2f}{self.count})"
 
 
+def look_counts(first: int, most: int) -> list[int]:
+    """The numbers of pictures that a claim is looked at with: ever twice as many, and about `most` at the end."""
+    last = max(1, most // first) * first
+    return [*(first << look for look in range(10) if first << look < last), last]
+
+
 def draw_until_decided(estimate: Callable[[int], tuple[float, float, int]], counts: list[int], *, least: float = 0.0,
                        margin: float | None = None) -> Finding:
     """Look at ever more pictures until they decide, or show that not even the largest count would.

@@ -17,6 +17,7 @@ from .base import (
     Scope,
     draw_until_decided,
     features,
+    look_counts,
     mean_and_half,
     pixels,
     reference_pictures,
@@ -82,13 +83,8 @@ class DiscreteScope(Scope):
 
         Greedy ones do not differ by their seed: one a prompt.
         """
-        count = max(self.counts(self.images, self.most)[-1], GROUPS * self.images) if temperature else self.images
+        count = max(look_counts(self.images, self.most)[-1], GROUPS * self.images) if temperature else self.images
         return PictureRun.of("jacobi", temperature, count=count)
-
-    def counts(self, first: int, most: int) -> list[int]:
-        """The numbers of pictures that a claim is looked at with: ever twice as many, and about `most` at the end."""
-        last = max(1, most // first) * first
-        return [*(first << look for look in range(10) if first << look < last), last]
 
     @property
     def grid(self) -> list[PictureRun]:
@@ -245,7 +241,7 @@ class DiscreteReport(Report):
         """The numbers of pictures that a claim is looked at with, not fewer than the tables have; greedy ones do not
         differ by their seed."""
         most = max(first, most) if temperature else min(max(first, most), len(self.study.prompts))
-        return self.scope.counts(min(first, most), most)
+        return look_counts(min(first, most), most)
 
     def faster(self, a: str, b: str, temperature: float = 1.0) -> Finding:
         """Is a faster than b in seconds of single pictures, each beside the baseline's? Its `factor` is the ratio."""
@@ -311,7 +307,7 @@ class DiscreteReport(Report):
             "whole interval is on the side that the claim asks for, and does not agree if the whole interval is "
             "on the other side. If a row does not say what is asked, it asks for a number above 0; a gain below "
             f"{SMALL_CHANGE:.0%} in tau or in seconds counts as none. Pictures are drawn until the interval decides, "
-            f"at most {scope.counts(scope.images, scope.most)[-1]} of a method (`--most`), a third of this number for "
+            f"at most {look_counts(scope.images, scope.most)[-1]} of a method (`--most`), a third of this number for "
             "claims in seconds, and fewer for claims "
             "that compare more than two runs. The interval is corrected for looking again. Drawing stops early "
             "if the largest number of pictures would not decide; the row then estimates how many would. Each row "

@@ -37,7 +37,7 @@ from tests.tiny import tiny_pair
 
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart"]
 SCOPE = dataclasses.replace(
-    FULL, baseline_batches=2, parallel_batches=1, images=2,
+    FULL, baseline_batches=2, parallel_batches=1, images=2, most=4,
     gammas={"cspd-released": (2, 4), "cspd": (2,), "cspd-path": (2,)}, batch_sizes=(1, 2), timed_tokens=4,
     guidances=(1.0,), temperatures=(0.9,), known_shares=(0.25, 0.5), draws=64, joint_draws=16, num_tokens=16)
 
@@ -307,7 +307,6 @@ def test_the_summary_says_who_wins():
     (["--only", "lantern-table-2"], "unknown table or figure 'lantern-table-2'; known: table-1"),
     (["--top-k", "5"], "top_k must not be given with --continuous: continuous tokens have no filters"),
     (["--top-p", "0.5"], "top_p must not be given with --continuous"),
-    (["--most", "9"], "most must not be given with --continuous"),
     (["--timed", "2"], "timed must not be given with --continuous"),
     (["--score", "a=b:c"], "score must not be given with --continuous"),
     (["--images", "1"], "images must be at least 2 for continuous tokens, got 1"),

@@ -48,7 +48,8 @@ except ModuleNotFoundError as error:
               f"{discrete.FULL.timed}, quick {discrete.QUICK.timed}]")
 @click.option("--most", type=click.IntRange(1, MAX_COUNT),
               help="Pictures that a method may have to decide a claim. [default: "
-              f"{discrete.FULL.most}, quick {discrete.QUICK.most}]")
+              f"{discrete.FULL.most}, quick {discrete.QUICK.most}; with --continuous {continuous.FULL.most}, "
+              f"quick {continuous.QUICK.most}]")
 @click.option("--score", "scores", multiple=True, help="One more score, as clip=my_module:function; the function takes "
               "pictures (n, H, W, 3) uint8 and n prompts and returns n numbers.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for the report and its runs. [default: "
@@ -70,7 +71,7 @@ def report(is_continuous, names, quick, images, timed, most, scores, out, seed, 
             return out
 
         if is_continuous:
-            scope = continuous.scope_of(quick, images, guidance)
+            scope = continuous.scope_of(quick, images, most, guidance)
             ContinuousSampling.of([seed], guidance=scope.guidance)
             reference_pictures(model)
             pair = load_model(ContinuousMethod, model, device)
@@ -89,7 +90,6 @@ def refuse_discrete_options() -> None:
     """Raise ValueError where options are given that mean nothing for continuous tokens."""
     refuse_filters("--continuous")
     for name, reason in (("timed", "what is timed is timed in batches"),
-                         ("most", "its claims have as many pictures as its tables"),
                          ("scores", "its pictures are too few to score")):
         if is_given(name):
             raise ValueError(f"{name.removesuffix('s')} must not be given with --continuous: {reason}")
