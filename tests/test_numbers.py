@@ -301,10 +301,6 @@ def sentences():
         f"`jacobi` is {alone['jacobi']['speedup']} times as fast as the baseline ({alone['jacobi']['min']} to "
         f"{alone['jacobi']['max']}), `speculative` has {alone['speculative']['speedup']} times the baseline's speed, "
         f"`gsd` {alone['gsd']['speedup']} and `cool-sd` {alone['cool-sd']['speedup']}")
-    claim = tables.row_of("report/claims.csv", item="latency", finding="agrees")["here"]
-    times, pictures = re.search(r"`jacobi` is ([\d.]+ times) .* (\d+ pictures)", claim).groups()
-    yield page, (f"Over the {pictures} of its [claim](measurements.md#the-papers-tables-and-figures) `jacobi` is "
-                 f"{times} as fast")
     text = "LANTERN's distance from plain pictures grows (FID)"
     distance = tables.row_of("report/claims.csv", **{"the paper says": text})
     where = "within" if distance["finding"] == "not decided" else "outside"
