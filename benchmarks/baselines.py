@@ -166,8 +166,11 @@ def greedy_loop(target_tokens, tokens, first_child, next_sibling, *, max_depth):
     return results
 
 
-def padded_tree(target_probs, draft_tokens, cu_num_draft_tokens, uniforms, *, draft_probs=None, **rule):
-    """verify_chain by verify_tree, once every request has as many rows as the longest."""
+def padded_tree(target_probs, draft_tokens, cu_num_draft_tokens, uniforms, *, draft_probs=None, rule, window, entropy,
+                **settings):
+    """verify_chain by verify_tree, which has the strict rule alone, once every request has as many rows as the longest.
+    """
+    assert rule == "strict" and window is None and entropy is None
     first = torch.nn.functional.pad(cu_num_draft_tokens[:-1], (1, 0))
     num_drafts = cu_num_draft_tokens - first
     N, device = int(num_drafts.max()) + 1, target_probs.device
@@ -178,9 +181,9 @@ def padded_tree(target_probs, draft_tokens, cu_num_draft_tokens, uniforms, *, dr
     tokens = torch.nn.functional.pad(draft_tokens[draft[:, :-1]], (1, 0))
     first_child = torch.where(node < num_drafts.unsqueeze(1), node + 1, -1).int()
     if draft_probs is not None:
-        rule |= {"draft_probs": draft_probs[draft], "draft_row": node.int().expand(len(first), N)}
+        settings |= {"draft_probs": draft_probs[draft], "draft_row": node.int().expand(len(first), N)}
     return verify_tree(target_probs[row], tokens, first_child, torch.full_like(first_child, -1), uniforms[row],
-                       max_depth=N - 1, **rule)
+                       max_depth=N - 1, **settings)
 
 
 PATHS = WeakTensorKeyDictionary()  # first_child -> the paths of each request's tree

@@ -67,6 +67,9 @@ def test_the_baselines_compute_the_same():
     assert tokens[0].equal(expected.tokens[0]) and probs.equal(expected.probs)
     level, expected = both("draft_frontier", "two ops", 3, 3, 50, 4)
     assert all(a.equal(b) for a, b in zip(level, expected, strict=True))
+    for draft in (False, True):
+        padded, expected = both("verify_chain", "padded", 6, 50, {"num_drafts": [1, 2, 3, 4, 5], "draft": draft})
+        assert padded.num_accepted.equal(expected.num_accepted) and padded.next_token.equal(expected.next_token)
     (_, _, best), (_, _, frontier, _) = both("expand_tree", "topk twice", 2, 3, 50, 4)
     assert best[1].shape == frontier.shape
 
