@@ -101,7 +101,8 @@ def define(name: str, *, oracle: Callable, meta: Callable, result: type | None =
         if backend not in backends(name, device):
             raise ValueError(f"backend of {name} must be one of {', '.join(backends(name, device))} "
                              f"for {device} tensors here, got {backend!r}")
-        return torch.no_grad()(kernels[backend])
+        with torch.no_grad():
+            return kernels[backend](*args)
 
     has_status = result is not None and result._fields[-1] == "status"
 
@@ -110,8 +111,7 @@ def define(name: str, *, oracle: Callable, meta: Callable, result: type | None =
             tensor = args[i]
             if tensor is not None and not tensor.is_contiguous():
                 args = *args[:i], tensor.contiguous(), *args[i + 1:]
-        kernel = op if backend is None else forced(backend, args)
-        outputs = kernel(*args)
+        outputs = op(*args) if backend is None else forced(backend, args)
         if CHECKS and has_status and not is_traced(outputs[-1]):
             check_status(outputs[-1], name)
         return outputs if result is None else result(*outputs)
