@@ -39,6 +39,12 @@ def tree_attention(B, N, H, Hkv, D, options=None):
     return (q.to(DEVICE, dtype), k, v, torch.tensor(lengths).repeat(B)[:B].to(DEVICE), ancestors.to(DEVICE)), kwargs
 
 
+def branch_scale(layers):
+    """The scale of the weights that write to the residual stream. As in GPT-2, it falls with the root of the number of
+    layers. Then rounding to 16 bits grows little with the layers, and one tolerance fits all."""
+    return (2 / layers) ** 0.5
+
+
 CASES["decoder_layers"] = [
     (1, 1, 16, 1, 1, 16, 16),
     (2, 7, 64, 4, 2, 32, 40, {"mask": True, "halves": True, "extra": True}),
@@ -63,8 +69,9 @@ def decoder_layers(B, N, E, H, Hkv, D, ffn_dim, options=None):
         sizes = ((H + 2 * Hkv) * D, E), (E, H * D), (ffn_dim, E), (ffn_dim, E), (E, ffn_dim)
         norms = 1 + normal(E, scale=0.1), 1 + normal(E, scale=0.1) if options["norm"] else None
         extra = normal((H + 2 * Hkv) * D), normal(E), (1 + normal(H + Hkv, D, scale=0.1), normal(H + Hkv, D))
-        return DecoderLayer(*(normal(*size, scale=size[1] ** -0.5) for size in sizes), *norms,
-                            *(extra if options["extra"] else ()))
+        scales = 1, branch_scale(L), 1, 1, branch_scale(L)
+        return DecoderLayer(*(normal(*size, scale=scale * size[1] ** -0.5) for size, scale in zip(sizes, scales)),
+                            *norms, *(extra if options["extra"] else ()))
 
     layers = pack_layers([layer() for _ in range(L)], 1 + normal(E, scale=0.1) if options["norm"] else None, heads=H,
                          rotates_halves=options["halves"])
@@ -160,9 +167,10 @@ def transformer_blocks(R, N, E, heads, ffn_dim, options=None):
 
     def block():
         norm, linear = (lambda: (1 + normal(E, scale=0.1), normal(E, scale=0.1)),
-                        lambda n, k: (normal(n, k, scale=k ** -0.5), normal(n, scale=0.1)))
-        return TransformerBlock(*norm(), *linear(3 * E, E), *linear(E, E), *norm(), *linear(ffn_dim, E),
-                                *linear(E, ffn_dim))
+                        lambda n, k, scale=1: (normal(n, k, scale=scale * k ** -0.5), normal(n, scale=0.1)))
+        scale = branch_scale(options["layers"])
+        return TransformerBlock(*norm(), *linear(3 * E, E), *linear(E, E, scale), *norm(), *linear(ffn_dim, E),
+                                *linear(E, ffn_dim, scale))
 
     kwargs = {}
     if options["mask"]:
@@ -175,10 +183,11 @@ def transformer_blocks(R, N, E, heads, ffn_dim, options=None):
 
 
 CASES["packed_linear"] = [(1, 2, 1), (3, 48, 70), (25, 64, 128, torch.bfloat16, False)]
-TOLERANCES["packed_linear"] = {0: (1e-5, 1e-5)}  # sums are in another order
+TOLERANCES["packed_linear"] = {0: (1e-5, 2e-6)}  # sums are in another order
 
 
 def packed_linear(M, K, outputs, dtype=torch.float32, bias=True):
     g = torch.Generator().manual_seed(M + K)
-    x, weight = (torch.randn(n, K, generator=g).to(DEVICE, dtype) for n in (M, outputs))
+    x, weight = (torch.randn(n, K, generator=g).mul(scale).to(DEVICE, dtype)
+                 for n, scale in ((M, 1), (outputs, K ** -0.5)))
     return (x, pack_weight(weight), outputs, torch.randn(outputs, generator=g).to(DEVICE) if bias else None), {}
