@@ -199,8 +199,9 @@ def paths_of(first_child: Tensor, next_sibling: Tensor) -> list[Tensor]:
     return PATHS[first_child]
 
 
-def walks(tree, rows_of, *, max_depth, neighbors=None, delta=None, offset=0, residual="optimal"):
-    """Each request's accepted nodes and next token. rows_of(request, its paths) makes `row_of` of released.walk."""
+def walks(tree, rows_of, *, max_depth, neighbors=None, delta=None, offset=0, residual="optimal", drafts_of=None):
+    """Each request's accepted nodes and next token. rows_of(request, its paths) makes `row_of` of released.walk, and
+    drafts_of `draft_row_of` and `share_of`."""
     tokens, first_child, next_sibling, uniforms = tree
     results = []
     for b, paths in enumerate(paths_of(first_child, next_sibling)):
@@ -208,15 +209,28 @@ def walks(tree, rows_of, *, max_depth, neighbors=None, delta=None, offset=0, res
                                                                residual=residual)
         best, num_accepted, probs = walk(
             pad(tokens[b], (0, 1), value=-1)[paths[:, :max_depth + 1]], rows_of(b, paths),
-            lambda path, level, b=b, paths=paths: uniforms[b, paths[path, level]].item(), relaxation)
+            lambda path, level, b=b, paths=paths: uniforms[b, paths[path, level]].item(), relaxation,
+            *(drafts_of(b, paths) if drafts_of else ()))
         next_token = int((probs.cumsum(0) <= uniforms[b, 0] * probs.sum()).sum())
         results.append((paths[best, 1:num_accepted + 1].tolist(), next_token))
     return results
 
 
-def python_loop(target_probs, *tree, **rule):
-    """verify_tree with deterministic drafts: a request, a level, a path at a time, as in LANTERN's release."""
-    return walks(tree, lambda b, paths: lambda path, level: target_probs[b, paths[path, level]], **rule)
+def python_loop(target_probs, *tree, draft_probs=None, draft_row=None, **rule):
+    """verify_tree: a request, a level, a path at a time, as in LANTERN's release."""
+    def drafts_of(b, paths):
+        def row_of(path, level):
+            return draft_probs[b, draft_row[b, paths[path, level]]]
+
+        def share_of(path, level):  # of a draft that was drawn without its earlier siblings
+            row, node = row_of(path, level - 1), paths[path, level]
+            earlier = paths[(paths[:, level - 1] == paths[path, level - 1]) & (paths[:, level] < node), level].unique()
+            return row[tree[0][b, node]] / (1 - row[tree[0][b, earlier]].sum())
+
+        return row_of, share_of
+
+    return walks(tree, lambda b, paths: lambda path, level: target_probs[b, paths[path, level]], **rule,
+                 drafts_of=None if draft_probs is None else drafts_of)
 
 
 def lantern_loop(logits, uncond, tokens, first_child, next_sibling, uniforms, guidance, temperature, top_k, top_p, *,

@@ -31,9 +31,9 @@ def both(op, name, *sizes):
 
 
 @pytest.mark.parametrize("options", [{}, {"k": 6, "residual": "relaxed"},
-                                     {"k": 6, "residual": "relaxed", "offset": 8}])
+                                     {"k": 6, "residual": "relaxed", "offset": 8}, {"drawn": True}])
 def test_the_baseline_accepts_the_same_nodes(options):
-    results, expected = both("verify_tree", "python loop", 8, 60, 30, 4, {"branch": 5} | options)
+    results, expected = both("verify_tree", "python loop", 64, 60, 30, 4, {"branch": 5} | options)
     assert expected.num_accepted.max() > 1
     for b, (nodes, token) in enumerate(results):
         assert nodes == expected.accepted_nodes[b, :expected.num_accepted[b]].tolist()
