@@ -206,7 +206,7 @@ def prepare(op: str, case: tuple, backend: str, check: bool = True):
         function = BASELINES[op][backend]
         kwargs.pop("cutoff", None)
     else:
-        forced = None if group_of(op, backend) == "kernels" else backend  # a user's call names no backend: 3 to 6 us
+        forced = None if group_of(op, backend) == "kernels" else backend  # which costs microseconds; users force none
         function = partial(getattr(specvis_kernels, op), backend=forced)
         if check and backend != "oracle":
             assert_agree(op, *(run(op, args, kwargs, name) for name in (backend, "oracle")))
