@@ -186,7 +186,8 @@ def padded_tree(target_probs, draft_tokens, cu_num_draft_tokens, uniforms, *, dr
                        max_depth=N - 1, **settings)
 
 
-PATHS = WeakTensorKeyDictionary()  # first_child -> the paths of each request's tree
+PATHS = WeakTensorKeyDictionary()   # first_child -> the paths of each request's tree
+SHARES = WeakTensorKeyDictionary()  # tokens -> each draft's share
 
 
 def paths_of(first_child: Tensor, next_sibling: Tensor) -> list[Tensor]:
@@ -199,9 +200,27 @@ def paths_of(first_child: Tensor, next_sibling: Tensor) -> list[Tensor]:
     return PATHS[first_child]
 
 
+def shares_of(tokens: Tensor, first_child: Tensor, next_sibling: Tensor, draft_probs: Tensor,
+              draft_row: Tensor) -> Tensor:
+    """Each draft's probability without its earlier siblings (B, N). A decoder has these from drafting: they are made
+    once for each tree, and not timed.
+    """
+    if tokens not in SHARES:
+        SHARES[tokens] = torch.ones(tokens.shape)
+        for b, parents in enumerate(parents_of(first_child, next_sibling)):
+            left = dict.fromkeys(parents, 1.0)
+            for node, parent in enumerate(parents):
+                if parent >= 0:
+                    drawn = draft_probs[b, draft_row[b, parent], tokens[b, node]].item()
+                    SHARES[tokens][b, node] = drawn / left[parent]
+                    left[parent] -= drawn
+    return SHARES[tokens]
+
+
 def walks(tree, rows_of, *, max_depth, neighbors=None, delta=None, offset=0, residual="optimal", drafts_of=None):
-    """Each request's accepted nodes and next token. rows_of(request, its paths) makes `row_of` of released.walk, and
-    drafts_of `draft_row_of` and `share_of`."""
+    """Each request's accepted nodes and next token. rows_of(request, its paths) makes the `row_of` of released.walk,
+    and drafts_of(request, its paths) makes its `draft_row_of` and `share_of`.
+    """
     tokens, first_child, next_sibling, uniforms = tree
     results = []
     for b, paths in enumerate(paths_of(first_child, next_sibling)):
@@ -217,17 +236,12 @@ def walks(tree, rows_of, *, max_depth, neighbors=None, delta=None, offset=0, res
 
 
 def python_loop(target_probs, *tree, draft_probs=None, draft_row=None, **rule):
-    """verify_tree: a request, a level, a path at a time, as in LANTERN's release."""
+    """verify_tree: a request, a level, a path at a time, as in LANTERN's release. Each node whose children were drawn
+    must have a row that they were drawn from."""
     def drafts_of(b, paths):
-        def row_of(path, level):
-            return draft_probs[b, draft_row[b, paths[path, level]]]
-
-        def share_of(path, level):  # of a draft that was drawn without its earlier siblings
-            row, node = row_of(path, level - 1), paths[path, level]
-            earlier = paths[(paths[:, level - 1] == paths[path, level - 1]) & (paths[:, level] < node), level].unique()
-            return row[tree[0][b, node]] / (1 - row[tree[0][b, earlier]].sum())
-
-        return row_of, share_of
+        shares = shares_of(*tree[:3], draft_probs, draft_row)[b]
+        return (lambda path, level: draft_probs[b, draft_row[b, paths[path, level]]],
+                lambda path, level: shares[paths[path, level]])
 
     return walks(tree, lambda b, paths: lambda path, level: target_probs[b, paths[path, level]], **rule,
                  drafts_of=None if draft_probs is None else drafts_of)
@@ -360,7 +374,7 @@ def attention_split(way: str) -> Callable:
     def attend(*args, **kwargs):
         kernels = importlib.import_module("specvis_kernels.triton.tree_attention")
         with patch.object(kernels, "SPLIT", way):
-            return tree_attention(*args, **kwargs, backend="triton")
+            return tree_attention(*args, **kwargs)
 
     return attend
 

@@ -153,7 +153,7 @@ def copies_of(arguments: tuple, number: int) -> list:
     return [arguments, *(tree_map_only(torch.Tensor, torch.clone, arguments) for _ in range(number - 1))]
 
 
-def time_on_cpu(call, arguments: tuple, seconds: float) -> dict:
+def time_on_cpu(call, arguments: tuple, seconds: float, rewind: Callable | None = None) -> dict:
     """Summaries of call(*arguments) by mode. "eager": over one input, which a large enough cache holds; "eager cold":
     over copies that take turns: more than CACHE bytes of them, but at most MAX_COPIES."""
     def summary_over(rotation):
@@ -161,11 +161,13 @@ def time_on_cpu(call, arguments: tuple, seconds: float) -> dict:
 
         def sample():
             turn = next(turns)
+            if rewind:
+                rewind(*turn)
             start = perf_counter()
             call(*turn)
             return (perf_counter() - start) * 1e6
 
-        collect(sample, WARM_UP, 1, sys.maxsize)
+        collect(sample, WARM_UP, len(rotation), sys.maxsize)  # baselines prepare each copy at its first call
         return summary(collect(sample, seconds))
 
     number = min(MAX_COPIES, 1 + CACHE // max(bytes_of(arguments), 1))
@@ -278,16 +280,18 @@ def time_on_cuda(call, arguments: tuple, seconds: float, touched: int, graphs: b
     return times
 
 
-def time(call, arguments: tuple, seconds: float, touched: int | None = None, graphs: bool = True) -> dict:
+def time(call, arguments: tuple, seconds: float, touched: int | None = None, graphs: bool = True,
+         rewind: Callable | None = None) -> dict:
     """Summaries of call(*arguments) by mode, on the device of the arguments.
 
     Args:
         touched:  how many bytes of the arguments it reads and writes; None: all
         graphs:   whether a GPU's graphs are timed too
+        rewind:   rewind(*arguments) undoes what a call changes, for the next one; on a CPU, and not timed
     """
     device = next(a.device.type for a in tree_leaves(arguments) if isinstance(a, torch.Tensor))
     if device != "cuda":
-        return time_on_cpu(call, arguments, seconds)
+        return time_on_cpu(call, arguments, seconds, rewind)
     return time_on_cuda(call, arguments, seconds, bytes_of(arguments) if touched is None else touched, graphs)
 
 

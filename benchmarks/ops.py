@@ -187,6 +187,7 @@ ON_GPUS = {  # op -> sizes
     "verify_logits": [(64, 60, 16384, 6, LIKELY | options) for options in ({}, LANTERN)],
     "verify_tree": [(B, 60, 16384, 6, STATIC) for B in (8, 64)],
 }
+REWINDS = {"commit_tokens": lambda args, kwargs: args[1].zero_()}  # the counts: later calls would find full images
 FIRST = ("draft_frontier", "verify_logits", "draft_children", "draw_tokens", "tree_attention", "rotate_into_cache",
          "rms_norm", "swiglu", "select_tree", "commit_kv", "tree_links", "commit_tokens")  # the ops of a step
 LAST = ("draw_children", "expand_tree", "guided_probs", "neighborhood_sum", "tree_from_mask", "tree_from_paths",
@@ -206,7 +207,7 @@ def prepare(op: str, case: tuple, backend: str, check: bool = True):
         function = BASELINES[op][backend]
         kwargs.pop("cutoff", None)
     else:
-        forced = None if group_of(op, backend) == "kernels" else backend  # which costs microseconds; users force none
+        forced = None if group_of(op, backend) == "kernels" else backend  # forcing takes microseconds
         function = partial(getattr(specvis_kernels, op), backend=forced)
         if check and backend != "oracle":
             assert_agree(op, *(run(op, args, kwargs, name) for name in (backend, "oracle")))
@@ -245,7 +246,7 @@ def measure(op: str, case: tuple, backend: str, copy: float, seconds: float) -> 
     """The records of one row, one for each mode."""
     call, args = prepare(op, case, backend)
     num_bytes = ROWS[op][1](*case)
-    times = harness.time(call, args, seconds, touched=num_bytes, graphs=backend != "oracle")
+    times = harness.time(call, args, seconds, num_bytes, graphs=backend != "oracle", rewind=REWINDS.get(op))
     clocks = harness.clocks(perf_counter() // 10) if inputs.DEVICE == "cuda" else {}
     return [{"op": op, "backend": backend, "mode": mode, "shape": format_case(case),
              "dtype": str(tree_leaves(args)[0].dtype).removeprefix("torch."), **summary, **clocks, "bytes": num_bytes,

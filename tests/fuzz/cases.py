@@ -243,7 +243,7 @@ def packed_linear(d):
     M, K, outputs = d.r.randint(1, ROWS[d.size]), 2 * d.r.randint(1, 40), d.r.randint(1, 100)
     dtype = d.pick(torch.float32, torch.bfloat16)
     return {"x": d.hurt(d.normal(M, K), (torch.nan, torch.inf), 0.3).to(dtype),
-            "weight": pack_weight(d.normal(outputs, K).to(dtype)), "out_features": outputs,
+            "weight": pack_weight((d.normal(outputs, K) * K ** -0.5).to(dtype)), "out_features": outputs,
             "bias": d.normal(outputs) if d.chance(0.5) else None}
 
 

@@ -41,8 +41,8 @@ def tree_attention(B, N, H, Hkv, D, options=None):
 
 def branch_scale(layers):
     """The scale of the weights that write to the residual stream. As in GPT-2, it falls with the root of the number of
-    layers. Then rounding to 16 bits grows little with the layers, and one tolerance fits all."""
-    return (2 / layers) ** 0.5
+    layers. Then errors of rounding grow little with the layers, and one tolerance fits all."""
+    return min(1, (2 / layers) ** 0.5)
 
 
 CASES["decoder_layers"] = [
