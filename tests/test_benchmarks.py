@@ -306,6 +306,17 @@ def test_steps_of_larger_sizes_are_timed_in_the_middle_of_pictures(tmp_path):
     assert (tmp_path / "parts.png").stat().st_size > 1000
 
 
+def test_each_sample_finds_the_same_counts():
+    found = []
+
+    def call(counts):
+        found.append(counts.tolist())
+        counts += 5
+
+    harness.time(call, (torch.zeros(2),), 0.01, rewind=torch.Tensor.zero_)
+    assert len(found) > 20 and all(counts == [0, 0] for counts in found)
+
+
 def test_the_others_time_is_subtracted(monkeypatch):
     """A replay takes as long as what it replays says."""
     monkeypatch.setattr(harness, "captured", lambda calls: lambda: sum(call() for call in calls))
