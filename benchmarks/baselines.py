@@ -374,7 +374,7 @@ def attention_split(way: str) -> Callable:
     def attend(*args, **kwargs):
         kernels = importlib.import_module("specvis_kernels.triton.tree_attention")
         with patch.object(kernels, "SPLIT", way):
-            return tree_attention(*args, **kwargs)
+            return tree_attention(*args, **kwargs, backend="triton")
 
     return attend
 
