@@ -10,6 +10,8 @@ from ._numbers import exp
 FILTERS = ("k_then_p", "p_then_k")
 
 MASS_ONE = 2.0 ** 40  # exp(logit - best) <= 1 as an integer
+# By what a model masks an id: the least finite number of its dtype. A float32 may have been a bfloat16.
+MASKS = {torch.float16: -65504.0, torch.bfloat16: -3.3895313892515355e38, torch.float32: -3.3895313892515355e38}
 
 
 class Filtered(NamedTuple):
@@ -103,6 +105,7 @@ def filter_logits(logits: Tensor, uncond: Tensor | None, guidance: Tensor, tempe
     best = x.amax(-1, keepdim=True)  # NaN if any is
     is_valid = (best.abs() < torch.inf) & (temperature >= 0)
     is_valid = is_valid & (first_id >= 0) & (first_id < last_id) & (last_id <= V)
+    is_valid = is_valid & (is_inside & ~(logits <= MASKS[logits.dtype])).any(-1, keepdim=True)
     x = torch.where(is_valid, x, 0.0)
     best = torch.where(is_valid, best, 0.0)
 

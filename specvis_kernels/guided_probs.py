@@ -37,6 +37,9 @@ def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float
     Temperature 0 means greedy decoding: it gives the softmax at temperature 1, without top-k and top-p. A logit
     of -inf has probability 0, whatever the guidance. If only `uncond` is -inf, the row is invalid.
 
+    Models of transformers mask an id by the least finite number of their dtype. Beside others it has probability 0. A
+    row that has nothing else in `logits` is invalid: the model says nothing about these ids.
+
     (Ho and Salimans, arXiv:2207.12598; the order of the filters is LlamaGen's, arXiv:2406.06525.)
 
     Args:
@@ -55,8 +58,9 @@ def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float
     Returns:
         probs:        (B, N, V) float32   each row sums to 1 up to rounding
         status:       (B, N)    int32     INVALID_ROW, with probs all zero: after the division an entry is NaN or
-                                          +inf or all are -inf, or the temperature is negative or NaN, or the
-                                          tensor id_range has not 0 <= first < last <= V
+                                          +inf or all are -inf, or the model has masked all ids, or the
+                                          temperature is negative or NaN, or the tensor id_range has not
+                                          0 <= first < last <= V
 
     Raises:
         ValueError: a dtype, shape or device differs from the above, id_range is two integers but not

@@ -5,9 +5,9 @@ from torch import Tensor
 from ._checks import check
 
 EMPTY_RESIDUAL = 1  # the residual was empty: the target's own distribution was used, or the one that `empty` names
-INVALID_ROW = 2     # a row of logits or probabilities holds NaN, an infinity, a negative number, or no mass, or its
-                    # range of ids is empty or leaves the vocabulary; or a Gaussian's mean, log sigma, token or log
-                    # ratio is NaN or infinite, or leads to such a number
+INVALID_ROW = 2     # a row of logits or probabilities holds NaN, an infinity, a negative number, or no mass, or the
+                    # model has masked all ids of its range, or this is empty or leaves the vocabulary; or a Gaussian's
+                    # mean, log sigma, token or log ratio is NaN or infinite, or leads to such a number
 INVALID_TREE = 4    # a parent, link, row or token id is out of range: it is reported and never followed
 INVALID_RULE = 8    # omega is negative, NaN, or < 1 with groups or with neighbors and the optimal residual; or the
                     # temperature of a Gaussian's distances is not positive and finite: nothing is accepted
@@ -15,8 +15,8 @@ OUT_OF_TRIES = 16   # no try for a continuous token was accepted: the target's o
 INVALID_DRAFT = 32  # the row that drafts were drawn from holds NaN, a negative number, a number above 2, or no mass
 SHOWN = 4  # requests of a kind of error
 
-LOGITS = ("after guidance and temperature a row holds NaN, +inf or nothing but -inf, or its range of ids is empty or "
-          "leaves the vocabulary: is an id masked in uncond alone?")
+LOGITS = ("after guidance and temperature a row holds NaN, +inf or nothing but -inf, or all ids of its range are "
+          "masked by the model, or the range is empty or leaves the vocabulary: is an id masked in uncond alone?")
 GAUSSIAN = "a mean, log sigma, token or log ratio is NaN or infinite"
 PROBS = ("a row holds NaN, a negative number, a number above 2 or no mass: are they logits rather than probabilities, "
          "is every id masked, or is a temperature negative?")
@@ -31,7 +31,8 @@ MEANINGS = {  # bit -> its name, what may have happened
                     "2 or no mass: are they logits rather than probabilities?"),
 }
 INVALID_ROWS = {  # where an invalid row is something else
-    **dict.fromkeys(("guided_probs", "draw_tokens", "draft_children", "draft_frontier", "verify_logits"), LOGITS),
+    **dict.fromkeys(("guided_probs", "draw_tokens", "draft_children", "draft_frontier", "verify_logits",
+                     "token_log_probs"), LOGITS),
     **dict.fromkeys(("accept_gaussian", "resample_gaussian"), GAUSSIAN),
 }
 

@@ -175,6 +175,8 @@ bool FilteredRow::read_as(const LogitRows& rows, int64_t r) {
   lowest_ = -kInf;
   const Divisor divisor(temperature == 0 ? 1.f : temperature);
   if (!(divisor.temperature > 0)) return false;
+  const auto is_masked = [mask = mask_of(rows.type)](T logit) { return static_cast<float>(logit) <= mask; };
+  if (std::all_of(logits + first, logits + last, is_masked)) return false;  // most rows are done with the first id
 
   const auto chunks = [&](const T* cond, const T* unc, int64_t begin, int64_t end, float* x, float* maxima) {
     const auto function =

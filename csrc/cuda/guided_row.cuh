@@ -173,6 +173,13 @@ class GuidedRow {
     best_ = float_of(static_cast<int32_t>(all.high ^ 0x80000000u));
     if (lane() == 0) shared_->least[warp()] = float_of(static_cast<int32_t>(all.low ^ 0x80000000u));
     __syncwarp();
+    if (!packs_.is_masked(packs_.first)) return;
+    bool is_any = false;  // an id that the model has not masked
+#pragma unroll 1
+    for (int id = packs_.first + static_cast<int>(team_.thread()); id < packs_.last; id += team_.threads()) {
+      is_any |= !packs_.is_masked(id);
+    }
+    valid_ &= team_.any(is_any);
   }
 
   struct Bounds {

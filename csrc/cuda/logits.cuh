@@ -81,6 +81,7 @@ struct Packs {
   __device__ int count() const { return (last - base + kWide - 1) / kWide; }
   __device__ int id(int pack) const { return base + pack * kWide; }
   __device__ bool has(int id) const { return id >= first && id < last; }
+  __device__ bool is_masked(int id) const { return entry(cond, id) <= mask_of(type); }
   __device__ bool is_whole(int pack) const { return id(pack) >= first && id(pack) + kWide <= last; }
 
   // Reads some packs, each `step` after the one before. Calls use(p, x) with the logits of the p-th, and returns a bit

@@ -18,6 +18,9 @@ namespace specvis {
 
 enum class FloatType { float32, float16, bfloat16 };
 
+// The number by which a model masks an id: the least finite one of the type. A float32 may have been a bfloat16.
+HOST_DEVICE inline float mask_of(FloatType type) { return type == FloatType::float16 ? -65504.f : -0x1.fep+127f; }
+
 // Rows of logits, and how each request turns its rows into probabilities. The ids of a row are given by id_range, or
 // without it by [first_id, last_id).
 struct LogitRows {

@@ -15,6 +15,7 @@ from ._noise import exp
 LOWEST = tl.constexpr(-(2**31))           # below the key of every logit
 HIGHEST = tl.constexpr(2**31 - 1)
 MASS_ONE = tl.constexpr(1099511627776.0)  # 2**40
+MASK, HALF_MASK = tl.constexpr(-3.3895313892515355e38), tl.constexpr(-65504.0)  # as in specvis_kernels/_filters.py
 
 # The interpreter takes equally long for an operation on few numbers and on many.
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -159,6 +160,14 @@ def filter_row(logits, uncond, scratch, first, last, V, guidance, temperature, t
     min_key = tl.min(lowest, axis=0)
     is_valid = (min_key >= -0x7F800001) & (max_key != -0x7F800001) & (max_key < 0x7F800000) & (temperature >= 0)
     best = floats_of(max_key)
+    masked = HALF_MASK if logits.dtype.element_ty == tl.float16 else MASK
+    is_masked = tl.load(logits + first).to(tl.float32) <= masked
+    start = begin
+    while is_masked & (start < last):         # for few rows: a model leaves an id unmasked, mostly the first
+        v = start + tl.arange(0, TILE)
+        logit = tl.load(logits + v, mask=(v >= first) & (v < last), other=-float("inf")).to(tl.float32)
+        is_masked = tl.max(logit, axis=0) <= masked
+        start += TILE
     tl.debug_barrier()
 
     is_sampled = temperature != 0
@@ -181,7 +190,7 @@ def filter_row(logits, uncond, scratch, first, last, V, guidance, temperature, t
         tl.debug_barrier()
         limit = tl.ceil(top_p.to(tl.float64) * tl.sum(sums, axis=0).to(tl.float64)).to(tl.int64)
         lowest_kept = threshold(scratch, begin, last, V, limit, True, TILE, BITS)
-    return begin, best, tl.maximum(lowest_kept, kth_largest), is_valid
+    return begin, best, tl.maximum(lowest_kept, kth_largest), is_valid & (is_masked == 0)
 
 
 @triton.jit

@@ -63,7 +63,8 @@ class Maker(Values):
         if self.chance(0.1):
             logits = torch.zeros_like(logits)
         if self.chance(0.2):
-            logits = torch.where(self.uniform(B, N, V) < self.pick(0.1, 0.9), -torch.inf, logits)
+            masked = self.pick(-torch.inf, torch.finfo(dtype).min)
+            logits = torch.where(self.uniform(B, N, V) < self.pick(0.1, 0.9), masked, logits)
         uncond = logits + self.normal(B, N, V).nan_to_num() if self.chance(0.5) else None
         if uncond is not None and self.chance(0.5):
             uncond = self.normal(B, N, V)

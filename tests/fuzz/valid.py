@@ -54,7 +54,7 @@ def to_numpy(a):
     if not isinstance(a, torch.Tensor):
         return a
     a = a.resolve_neg()
-    return (a.float() if a.dtype in (torch.bfloat16, torch.float16) else a).numpy()
+    return (a.float() if a.dtype == torch.bfloat16 else a).numpy()
 
 
 def each(is_valid, count):
@@ -82,6 +82,7 @@ def ranges(a):
 
 def guided_probs(a, out):
     x, u = a["logits"].astype(np.float32), a["uncond"]
+    is_masked = x <= (-65504 if a["logits"].dtype == np.float16 else -255 * 2.0**120)
     B, _, V = x.shape
     guidance, temperature = (np.broadcast_to(np.float32(a[name]), B)[:, None, None]
                              for name in ("guidance", "temperature"))
@@ -92,7 +93,7 @@ def guided_probs(a, out):
     first, last = ranges(a)
     is_inside = (np.arange(V) >= first[..., None]) & (np.arange(V) < last[..., None])
     return ((~is_inside | (x < np.inf)).all(-1) & (is_inside & (x > -np.inf)).any(-1) & (temperature >= 0)[:, :, 0]
-            & (0 <= first) & (first < last) & (last <= V))
+            & (is_inside & ~is_masked).any(-1) & (0 <= first) & (first < last) & (last <= V))
 
 
 draw_tokens = draft_children = guided_probs

@@ -8,6 +8,7 @@ from specvis_kernels import INVALID_ROW, backends, guided_probs
 from tests.kernels.inputs import DEVICE
 
 INF, NAN = math.inf, math.nan
+LEAST = torch.finfo(torch.float32).min
 
 
 def one_row(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=0, top_p=1.0, **kwargs):
@@ -93,6 +94,12 @@ def test_guidance_by_hand(backend, cond, uncond, guidance, expected):
     ([-INF, 1.0, 2.0], {"uncond": [INF, 0.0, 0.0]}),
     ([0.0, 1.0, 2.0], {"uncond": [-INF, 0.0, 0.0]}),    # guidance away from -inf is +inf
     ([0.0, 3e38, 0.0], {"temperature": 0.5}),           # overflow
+    ([LEAST] * 3, {}),                                  # masked by the model
+    ([LEAST] * 3, {"temperature": 4.0}),
+    ([LEAST, -INF, LEAST], {"temperature": 0.0}),
+    ([LEAST] * 3, {"uncond": [LEAST] * 3, "guidance": 3.0}),
+    ([LEAST] * 3, {"uncond": [0.0, 1.0, 2.0], "guidance": 0.0}),
+    ([0.0, LEAST, LEAST], {"id_range": (1, 3)}),
 ])
 def test_an_invalid_row_is_zero(backend, logits, settings):
     assert one_row(logits, backend=backend, **settings) == ([0.0, 0.0, 0.0], INVALID_ROW)
@@ -104,6 +111,8 @@ def test_an_invalid_row_is_zero(backend, logits, settings):
     ([1.0, 1 + 2**-23, 0.0], {"top_k": 1}, [0, 1, 0]),            # the last bit counts
     ([-INF, 0.0, -INF], {"top_k": 2, "top_p": 0.5}, [0, 1, 0]),
     ([-1e30, 1e30, 0.0], {"top_p": 0.5}, [0, 1, 0]),
+    ([LEAST, -3.3e38, LEAST], {}, [0, 1, 0]),                     # one that the model has not masked
+    ([LEAST, 0.0, LEAST], {"uncond": [LEAST, 1.0, LEAST], "guidance": 3.0, "temperature": 2.0}, [0, 1, 0]),
     ([7.0], {"top_p": 0.5, "top_k": 1}, [1]),
 ])
 def test_extremes(backend, logits, settings, expected):
@@ -119,6 +128,22 @@ def test_half_types_are_computed_in_float32(backend, dtype):
     half = guided_probs(cond, uncond, *settings, *filters, backend=backend)[0]
     full = guided_probs(cond.float(), uncond.float(), *settings, *filters, backend=backend)[0]
     assert torch.equal(half, full)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("V, unmasked", [(3000, 2999), (5, 4), (5, 0)])
+def test_rows_that_a_model_has_masked(backend, dtype, V, unmasked):
+    """By the least finite number of its dtype. In float32 they may have been bfloat16; half of it is a logit."""
+    least = torch.finfo(dtype).min
+    rows = torch.full((1, 4, V), least, dtype=dtype, device=DEVICE)
+    rows[0, 1, unmasked] = least / 2
+    rows[0, 2:, :2] = torch.tensor([-INF, torch.finfo(torch.bfloat16).min] if dtype == torch.float32 else [-INF] * 2)
+    rows[0, 3, unmasked] = 1
+    uncond = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    for other, guidance in ((None, 1.0), (rows, 2.0), (uncond, 0.5)):
+        probs, status = guided_probs(rows, other, guidance, 2.0, 0, 1.0, backend=backend)
+        assert status.tolist() == [[INVALID_ROW, 0, INVALID_ROW, 0]] and not probs[0, ::2].any()
+        assert probs[0, 3, unmasked] == 1 and (other is uncond or probs[0, 1, unmasked] == 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
