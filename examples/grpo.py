@@ -65,7 +65,7 @@ for update in range(args.updates):
     pictures = pipeline.pictures(decoded.tokens)
     rewards = torch.tensor([redness(picture) for picture in pictures])
     advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-    tokens, old = decoded.tokens.clone(), decoded.log_probs.full.clone()  # gradients do not take inference tensors
+    tokens, old = decoded.tokens, decoded.log_probs.full
     for epoch in range(EPOCHS):
         new = log_probs_of(tokens)
         if epoch == 0:

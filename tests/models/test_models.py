@@ -148,6 +148,9 @@ def test_a_changed_weight_is_never_read_as_it_was():
             lambda: gpt.output.weight.mul_(2),
             lambda: gpt.load_state_dict({name: value + 0.1 for name, value in gpt.state_dict().items()}),
             lambda: (gpt.layers[0].attention.wqkv.weight.data.mul_(4), gpt.new_cache(1, 1)),
+            lambda: (gpt.layers[0].feed_forward.w1.weight.data.neg_(), gpt.new_cache(1, 1)),
+            lambda: (gpt.output.weight.data.neg_(), gpt.new_cache(1, 1)),
+            lambda: (gpt.output.weight.data.mul_(-2), gpt.new_cache(1, 1)),
             lambda: (gpt.to(torch.bfloat16).float(), gpt.new_cache(1, 1)),  # the memory may be where the old one was
             lambda: (gpt.output.weight.data.copy_(gpt.output.weight.data.flip(0)), gpt.new_cache(1, 1)),
             lambda: (gpt.output.weight.data.copy_(gpt.output.weight.data.flip(1)), gpt.new_cache(1, 1)),

@@ -25,7 +25,7 @@ from .sampling import Sampling, cfg_inputs
 from .trees import chain_ancestors
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, sampling: Sampling,
            progress: Progress | None = None, *, known_tokens: Tensor | None = None) -> Decoded:
     """Draw the images position by position, all images together. A known token takes the place of the draw.

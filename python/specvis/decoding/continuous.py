@@ -67,7 +67,7 @@ def sample_tokens(state: ContinuousState, model: GuidedMAR, start: int, end: int
     state.counts.clamp_(min=end)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def parallel_decode(mar: MAR, source: Tensor, sampling: ContinuousSampling, num_iter: int | None = None,
                     progress: Progress | None = None, known: KnownTokens | None = None, *,
                     steps_first: int | None = None, steps_last: int | None = None,
@@ -105,7 +105,7 @@ def parallel_decode(mar: MAR, source: Tensor, sampling: ContinuousSampling, num_
     return state.decoded()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def continuous_decode(target: MAR, draft_model: MAR | None, source: Tensor, sampling: ContinuousSampling,
                       method: str | ContinuousMethod, progress: Progress | None = None,
                       known: KnownTokens | None = None) -> ContinuousDecoded:

@@ -52,7 +52,7 @@ from .trees import chain_ancestors
 from .window import TAU, timed_window
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, sampling: Sampling,
                   methods: str | Method | list[str | Method], neighbors: Tensor | None = None,
                   progress: Progress | None = None, observe: Observer | None = None, *,

@@ -38,7 +38,7 @@ from .sampling import ACCEPT, Sampling, split_rows, take_nodes
 from .trees import static_tree
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def speculative_decode(target: TargetModel, draft_model: DraftModel, condition: Tensor, padding_mask: Tensor,
                        sampling: Sampling, methods: str | Method | list[str | Method], neighbors: Tensor | None = None,
                        progress: Progress | None = None, observe: Observer | None = None, *,

@@ -1,4 +1,5 @@
 """What LlamaGen's GPT and its EAGLE head share: packed weights, rotary positions on a grid, attention, its cache."""
+import zlib
 from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
@@ -66,7 +67,7 @@ class Packing:
                 is_unchanged(module, types) for module in modules):
             self.packed = None
             return
-        state, sums = self.state_now(), [sums_of(weight) for weight in self.weights]
+        state, sums = self.state_now(), [checksum(weight) for weight in self.weights]
         if self.packed is None or state != self.state or sums != self.sums:
             self.packed = pack()
         self.state, self.sums = state, sums
@@ -111,12 +112,8 @@ def is_unchanged(module: nn.Module, types: tuple[type, ...]) -> bool:
             and not (module.training and isinstance(module, nn.Dropout) and module.p))
 
 
-def sums_of(weight: Tensor) -> list[int]:
-    """A checksum: of the bits of the rows, each times its number, and of the columns."""
-    bits = weight.detach().contiguous().view(weight.shape[0] if weight.ndim > 1 else 1, -1)
-    bits = bits.view(torch.int32 if bits.shape[1] * bits.itemsize % 4 == 0 else torch.int16)
-    sums = [bits.sum(dim, dtype=torch.int32).long() for dim in (1, 0)]
-    return [(each * torch.arange(1, len(each) + 1, device="cpu")).sum().item() for each in sums]
+def checksum(weight: Tensor) -> int:
+    return zlib.crc32(weight.detach().contiguous().view(torch.uint8).numpy())
 
 
 def without_biases(parts: Sequence[nn.Module]) -> Sequence[nn.Module]:
@@ -263,6 +260,7 @@ class NodesReading(Reading):
 
     def attend(self, qkv: Tensor, heads: int, layer: int) -> Tensor:
         (R, N, width), nodes, data = qkv.shape, self.nodes, self.cache.data[layer]
+        qkv = qkv.to(data.dtype)  # under autocast products have another one
         if self.positions is None:  # `read` does not need them
             self.positions = nodes.lengths[:, None] + nodes.depth
         if can_fuse(qkv, data):

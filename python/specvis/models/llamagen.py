@@ -241,7 +241,7 @@ class GPT(nn.Module):
 
     def prefill(self, condition: Tensor, padding_mask: Tensor, cache: Cache) -> Tensor:
         """Read conditions (R, S, dim) into an empty cache; hidden states (R, S, dim). See `TargetModel.prefill`."""
-        cache.check(*condition.shape[:2], condition.dtype)
+        cache.check(*condition.shape[:2], self.output.weight.dtype)
         return self(condition, NodesReading(self, condition_nodes(padding_mask), cache))
 
     def extend(self, tokens: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
