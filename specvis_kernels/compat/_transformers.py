@@ -8,13 +8,14 @@ from torch import Tensor
 
 from .. import TokenLogProbsResult, check_status, commit_kv, tree_mask
 from .._checks import check
+from ._hosts import check_model, masked_ids
 from ._settings import GREEDY, settings_of
-from ._versions import is_older, versions
+from ._versions import versions
 
 FILTERS = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "LogitNormalization")
 CACHE_NAMES = ("cache", "past_key_values")  # from transformers 5.24 on; before it
-# arguments from `generate` that these functions read themselves, or that only concern its own cache
-KNOWN_KWARGS = ("attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position", *CACHE_NAMES)
+READ = ("attention_mask", "position_ids", "cache_position", *CACHE_NAMES)
+CHANGE_NO_TOKEN = ("use_cache", "logits_to_keep")  # whether `generate` keeps a cache, and how many rows it asks for
 GLM_IMAGE_KWARGS = ("image_grid_thw", "images_per_sample")
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
@@ -27,15 +28,17 @@ class Asked:
         self.name, self.log_probs = name, log_probs
         self.refuse(log_probs and stats is None, "needs a dict stats with log_probs, which it puts there")
         config = model.generation_config if config is None else config
-        self.check_model(model, config, processors)
+        self.check_settings(model, config, processors)
         if streamer is not None:
             self.refuse(len(input_ids) != 1, f"needs a batch of one for token_streamer, got {len(input_ids)}")
         self.streamer, self.returns_dict = streamer, config.return_dict_in_generate
         length = self.read_ends(input_ids, criteria, config)
         self.max_tokens = length - input_ids.shape[1]
-        self.check_layers(model.config.get_text_config(decoder=True), length)
+        check_model(model, model.config.get_text_config(decoder=True), length)
         is_glm_image = model.config.model_type == "glm_image"
-        self.check_kwargs(model, config, kwargs, (*KNOWN_KWARGS, *GLM_IMAGE_KWARGS * is_glm_image))
+        known = *READ, *CHANGE_NO_TOKEN, *GLM_IMAGE_KWARGS * is_glm_image
+        self.check_kwargs(model, config, kwargs, known)
+        self.check_prompt(model, input_ids, config, kwargs, known)
         self.do_sample = bool(config.do_sample)
         self.settings = self.read_settings(config, processors) if self.do_sample else GREEDY
         self.has_guidance, self.guidance = guidance is not None, 1.0 if guidance is None else guidance
@@ -48,24 +51,17 @@ class Asked:
             if id_range.ndim < 2 or id_range.shape[-1] != 2 or leading not in ((), (B,)) or 0 in id_range.shape:
                 raise ValueError(f"id_range must be int64 (L, 2) or (B={B}, L, 2), got {described(id_range)}")
             self.id_range = id_range.to(input_ids.device, torch.int64).expand(B, -1, 2)
+        self.check_masked(model, id_range)
 
     def refuse(self, is_wrong, message: str) -> None:
         if is_wrong:
             raise ValueError(f"{self.name} {message}")
 
-    def check_model(self, model, config, processors) -> None:
-        self.refuse(is_older("transformers", 4, 57),
-                    f"needs transformers 4.57 or newer ({versions('transformers')})")
+    def check_settings(self, model, config, processors) -> None:
         others = [type(p).__name__ for p in processors or () if type(p).__name__ not in FILTERS]
         self.refuse(others, f"knows temperature, top_k and top_p alone, got {', '.join(others)}: give guidance and "
                             "id_range to the function, and leave other logits processors out")
         self.refuse((config.num_beams or 1) != 1, f"needs num_beams=1, got {config.num_beams}")
-        self.refuse(model.config.is_encoder_decoder, f"needs a causal language model, got {type(model).__name__}")
-        self.refuse("position_ids" not in inspect.signature(model.forward).parameters,
-                    f"needs a model that takes position_ids, got {type(model).__name__}")
-        attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
-        self.refuse(attention not in ("sdpa", "eager"), "needs attn_implementation 'sdpa' or 'eager', which take a "
-                                                        f"mask for each node, got {attention!r}")
 
     def read_ends(self, input_ids, criteria, config) -> int:
         """Sets the tokens and criteria that end a request; returns the length at which all end."""
@@ -82,25 +78,40 @@ class Asked:
         self.ends = torch.tensor(sorted(set(ends)), device=input_ids.device)
         return min(lengths)
 
-    def check_layers(self, text, length: int) -> None:
-        window, layers = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
-        if layers is None:  # older configurations have the window alone
-            layers = ["sliding_attention" if window and getattr(text, "use_sliding_window", True) else "full_attention"]
-        short = window is not None and length > window
-        partial = {kind for kind in layers if kind != "full_attention" and (kind != "sliding_attention" or short)}
-        self.refuse(partial, f"needs full attention in every layer, got {', '.join(sorted(partial))}")
-
-    def check_kwargs(self, model, config, kwargs, known) -> None:
+    def check_kwargs(self, model, config, kwargs, known, by: str = "") -> None:
         outputs = [key for key in OUTPUTS
                    if config.return_dict_in_generate and getattr(config, key, False) or kwargs.get(key)]
         self.refuse(outputs, f"returns sequences alone, got {', '.join(outputs)} (with log_probs=True a dict stats "
                              "gets the log-probabilities of the new tokens)")
         unknown = [key for key, value in kwargs.items()
                    if key not in (*known, *OUTPUTS) and not _is_off(model, key, value)]
-        self.refuse(unknown, f"takes prompts of token ids alone, got {', '.join(unknown)} ({versions('transformers')})")
+        self.refuse(unknown, f"takes prompts of token ids alone, got {', '.join(unknown)}{by} "
+                             f"({versions('transformers')})")
         for key in CACHE_NAMES:
             length = 0 if kwargs.get(key) is None else kwargs[key].get_seq_length()
             self.refuse(length > 0, f"needs an empty {key}, got one with {length} tokens")
+
+    def check_prompt(self, model, input_ids, config, kwargs, known) -> None:
+        """What the model makes of the prompts must be the prompts, at positions that count what the mask leaves."""
+        B, S = input_ids.shape
+        is_real, columns = torch.ones_like(input_ids), torch.arange(S, device=input_ids.device)
+        if (mask := kwargs.get("attention_mask")) is not None:
+            check("attention_mask", mask, mask.dtype, like=input_ids, B=B, S=S)
+            is_real = (mask != 0).long()
+        asked = dict(cache_position=columns, use_cache=True) | kwargs
+        prepare = model.prepare_inputs_for_generation
+        made = prepare(input_ids, **asked, is_first_iteration=True)
+        ids, owner = made.pop("input_ids", None), type(getattr(prepare, "__self__", model)).__name__
+        made.pop("is_first_iteration", None)
+        self.check_kwargs(model, config, made, known, f" by prepare_inputs_for_generation of {owner}, whose own "
+                                                      "generate reads them")
+        self.refuse(ids is None or not torch.equal(ids, input_ids), "takes prompts of token ids alone, got others by "
+                    f"prepare_inputs_for_generation of {owner}")
+        for name, wanted in (("position_ids", is_real.cumsum(1) - 1), ("cache_position", columns)):
+            for given in (kwargs.get(name), made.get(name)):
+                self.refuse(given is not None and (given.shape[-1] != S or not (
+                    (given == wanted) | (is_real == 0)).all()), f"needs {name} that count the ids of attention_mask "
+                    f"from 0 on, got others: leave {name} out")
 
     def read_grids(self, input_ids, config, image_grid_thw=None, images_per_sample=None, **_) -> Tensor:
         """The positions of GLM-Image's new tokens, counted from the prompts' ends: (3, B, L)."""
@@ -122,6 +133,17 @@ class Asked:
         self.refuse(self.max_tokens > L + 1, f"needs max_new_tokens of at most {L + 1}, the tokens of image_grid_thw "
                                              f"and what ends them, got {self.max_tokens}")
         return torch.stack([grid_positions(grids)[:, :L] for grids in of_prompts], 1).to(input_ids.device)
+
+    def check_masked(self, model, id_range) -> None:
+        """Masked ids beside others are never drawn; a range that is made for them would draw nothing else."""
+        ids = torch.tensor(masked_ids(model), dtype=torch.int64)
+        if id_range is None or not len(ids):
+            return
+        first, last = torch.as_tensor(id_range).cpu().view(-1, 2).unique(dim=0).T[..., None]
+        is_all = (first <= 0) & (last >= model.config.get_text_config(decoder=True).vocab_size)
+        self.refuse(((ids >= first) & (ids < last) & ~is_all).any(), "needs an id_range without the ids of images, "
+                    f"which {type(model).__name__} masks in its forward: specvis.models.transformers draws them "
+                    "(anole, lumina_mgpt)")
 
     def read_settings(self, config, processors) -> dict:
         if processors is None:  # not called by `generate`, which makes them
@@ -153,7 +175,6 @@ class Target:
         self.batch, (B, S) = len(input_ids), input_ids.shape
         ids, is_real = input_ids, torch.ones_like(input_ids, dtype=torch.bool)
         if asked.attention_mask is not None:
-            check("attention_mask", asked.attention_mask, asked.attention_mask.dtype, B=B, S=S)
             is_real = asked.attention_mask != 0
         if unconditional_ids is not None:
             R, width = unconditional_ids.shape if unconditional_ids.ndim == 2 else (0, 0)
@@ -169,8 +190,8 @@ class Target:
                             for a, b in ((ids, unconditional_ids), (is_real, mask != 0)))
         self.ids, self.is_real, self.prefix_len = ids, is_real, ids.shape[1]
         self.axes, self.num_real = asked.axes, is_real.sum(1, keepdim=True)
+        self.last_read = max(asked.max_tokens - 2, 0)  # of the new tokens: nothing follows the last one
         self.cache = _cache_class()(len(ids), self.prefix_len + asked.max_tokens + num_nodes)
-        self.vocab_size = model.get_output_embeddings().weight.shape[0]
 
     def twice(self, tensor: Tensor) -> Tensor:
         return tensor.repeat(len(self.ids) // self.batch, *[1] * (tensor.ndim - 1))
@@ -182,6 +203,7 @@ class Target:
         logits = self.model(ids, attention_mask=mask[:, None], position_ids=position_ids, use_cache=True,
                             **{self.cache_name: self.cache}, **kwargs).logits
         logits = logits.float() if logits.dtype == torch.float64 else logits
+        self.vocab_size = logits.shape[-1]  # the head's weights may be packed
         return (logits, None) if len(ids) == self.batch else (logits[:self.batch], logits[self.batch:])
 
     def prefill(self):
@@ -208,10 +230,12 @@ class Target:
         return self.forward(self.twice(tokens), mask, position_ids, self.twice(slots))
 
     def positions(self, index) -> Tensor:
-        """Of the new tokens with these numbers (B, N): (R, N), or (3, R, N) for GLM-Image."""
+        """Of the new tokens with these numbers (B, N): (R, N), or (3, R, N) for GLM-Image. Nodes behind the last one
+        have its position: a model may know no other."""
+        index = index.clamp(max=self.last_read)
         if self.axes is None:
             return self.twice(index) + self.num_real
-        axes = self.axes.gather(2, index.clamp(max=self.axes.shape[2] - 1).expand(3, -1, -1))
+        axes = self.axes.gather(2, index.expand(3, -1, -1))
         return axes.repeat(1, len(self.ids) // self.batch, 1) + self.num_real
 
     def lengths(self, output) -> Tensor:

@@ -4,25 +4,27 @@
     model.generate(ids, custom_generate=tree_generate, draft=draft, choices=choices, max_new_tokens=256, do_sample=True)
 
 For every causal language model that takes a mask of four dimensions and position ids: full attention in each layer,
-"sdpa" or "eager". Tested with transformers 4.57.6, 5.23.0 and 5.24.0, with text models and with Emu3, Chameleon, Janus
-and GLM-Image, whose position ids have three axes. It is imported when one of the two functions is called.
+"sdpa" or "eager". Tested with transformers 4.57.6, 5.19.0, 5.20.2, 5.23.0 and 5.24.0, with text models, with the text
+of Emu3, Chameleon and Janus, and with GLM-Image, whose position ids have three axes. It is imported when one of the two
+functions is called.
 
 Tokens equal the tokens of another way to decode as far as its forwards give equal logits. In half precision forwards of
 another number of tokens round differently, so now and then a token differs.
 
 The functions keep a cache of their own, in which each request has its own length, and do not use the one that
 `generate` makes. They refuse what they cannot do: beams, other logits processors than temperature, top-k and top-p,
-scores and attentions as outputs (but see `log_probs`), prompts that are not token ids, sliding windows shorter than
-the sequence.
+scores and attentions as outputs (but see `log_probs`), prompts that are not token ids, ids that a model masks, and
+models that would read a tree wrongly (`_hosts.py` has the list).
 """
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from .. import draw_children, draw_tokens, guided_probs, tree_from_choices, tree_links, verify_logits
+from .. import check_status, draw_children, draw_tokens, guided_probs, tree_from_choices, tree_links, verify_logits
 from .._checks import check, check_count
 from ..token_log_probs import emitted
+from ._hosts import unwrapped
 from ._transformers import Asked, Output, Target, described
 
 
@@ -93,6 +95,7 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
         >>> torch.equal(tokens, model.generate(prompts, **rest))
         True
     """
+    model = unwrapped(model)
     asked = Asked("tree_generate", model, input_ids, logits_processor, stopping_criteria, generation_config,
                    guidance, id_range, token_streamer, stats, log_probs, model_kwargs)
     if verify and seeds is not None:
@@ -192,11 +195,14 @@ def jacobi_generate(model, input_ids: Tensor, logits_processor: Sequence | None 
         >>> torch.equal(model.generate(prompts, window=8, **rest), model.generate(prompts, window=0, **rest))
         True
     """
+    model = unwrapped(model)
     asked = Asked("jacobi_generate", model, input_ids, logits_processor, stopping_criteria, generation_config,
                    guidance, id_range, token_streamer, stats, log_probs, model_kwargs)
     check_count("window", window, 0)
     if grid is not None:
-        check_count("grid", grid, max(window, 1))
+        check_count("grid", grid, 1)
+        if window > grid:
+            raise ValueError(f"window must be at most grid={grid}, the tokens of a row, got {window}")
     B, L, device = len(input_ids), asked.max_tokens, input_ids.device
     seeds = torch.randint(2 ** 62, (B,), device=device) if seeds is None else seeds_of(seeds, input_ids)
     most = 1 + min(window, L - 1)  # nodes of a forward
@@ -256,14 +262,15 @@ class GuidedProbsProcessor:
 
     Raises:
         ValueError: id_range for each token without prompt_length, or of another shape; a prompt shorter than
-            prompt_length; an odd number of rows with `doubled`
+            prompt_length; other than two rows for each prompt with `doubled`
+        StatusError: a row has a NaN, or nothing to draw from: the model may have masked all ids of the range
 
     Example:
         >>> import torch
         >>> from specvis_kernels.compat.transformers import GuidedProbsProcessor
         >>> processor = GuidedProbsProcessor(guidance=2.0, top_k=2)
         >>> scores = torch.tensor([[4.0, 2.0, 1.0, 0.0], [3.0, 2.0, 1.0, 0.0]])  # with the condition, and without it
-        >>> processor(torch.zeros(2, 5, dtype=torch.int64), scores).exp().round(decimals=2)
+        >>> processor(torch.zeros(1, 5, dtype=torch.int64), scores).exp().round(decimals=2)
         tensor([[0.9500, 0.0500, 0.0000, 0.0000]])
     """
 
@@ -281,8 +288,11 @@ class GuidedProbsProcessor:
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """(R, T) int64 and (R, V) -> (R / 2, V) float32, or (R, V)."""
-        if self.doubled and len(scores) % 2:
-            raise ValueError(f"scores must have as many rows with the condition as without it, got {len(scores)}")
+        if self.doubled and len(scores) != 2 * len(input_ids):
+            raise ValueError(f"scores must have two rows for each of {len(input_ids)} prompts, with and without the "
+                             f"condition, got {len(scores)} (for a loop that does not double them: doubled=False)")
+        if scores.dtype == torch.float32:  # which transformers makes of a half model's scores, masked ids among them
+            scores = scores.masked_fill(scores == torch.finfo(torch.float16).min, torch.finfo(torch.float32).min)
         cond, uncond = scores[:, None].chunk(2) if self.doubled else (scores[:, None], None)
         id_range = self.id_range
         if isinstance(id_range, Tensor):
@@ -291,7 +301,9 @@ class GuidedProbsProcessor:
                 raise ValueError(f"prompt_length must be at most the {input_ids.shape[1]} tokens that there are, "
                                  f"got {self.prompt_length}")
             id_range = id_range[min(position, len(id_range) - 1)].to(scores.device).expand(len(cond), 1, 2)
-        return guided_probs(cond, uncond, **self.settings, id_range=id_range).probs[:, 0].log()
+        probs, status = guided_probs(cond, uncond, **self.settings, id_range=id_range)
+        check_status(status, "guided_probs")
+        return probs[:, 0].log()
 
 
 class _Level:

@@ -320,7 +320,8 @@ REFUSED = [
      r"got TopKLogitsWarper, TopKLogitsWarper \(off by top_k=0 and top_p=1.0 of generate\)"),
     (dict(seeds=[1]), r"seeds must be int64 \(B=4\), got int64 \(1,\)"),
     (dict(window=-1), "window must be an integer >= 0, got -1"),
-    (dict(window=4, grid=3), "grid must be an integer >= 4, got 3"),
+    (dict(window=4, grid=3), "window must be at most grid=3, the tokens of a row, got 4"),
+    (dict(grid=0), "grid must be an integer >= 1, got 0"),
     (dict(token_streamer=Streamer()), "needs a batch of one for token_streamer, got 4"),
 ]
 
@@ -521,14 +522,14 @@ def test_what_another_version_may_hand_over(model, monkeypatch):
     for named in (dict(mm_encoder_outputs={}), dict(unknown=None), dict(unknown=()), dict(unknown=torch.zeros(0)),
                   dict(scale_of_tomorrow=1.0)):
         assert torch.equal(jacobi_generate(newer, PROMPTS, **named, **rest), wanted)
-    tested = re.escape(f"(transformers {transformers.__version__} is installed, tested with 4.57.6, 5.23.0, 5.24.0)")
+    tested = re.escape(f"({_versions.versions('transformers')})")
     for named in (dict(mm_encoder_outputs={"image": 1}), dict(unknown=0), dict(unknown=torch.tensor(0)),
                   dict(scale_of_tomorrow=2.0)):
         message = f"takes prompts of token ids alone, got {next(iter(named))} {tested}"
         with pytest.raises(ValueError, match=message):
             jacobi_generate(newer, PROMPTS, **named, **rest)
     monkeypatch.setattr(_versions, "version", lambda decoder: "4.56.2")
-    with pytest.raises(ValueError, match=r"needs transformers 4.57 or newer \(transformers 4.56.2 is installed"):
+    with pytest.raises(ValueError, match=r"transformers must be 4.57 or newer \(transformers 4.56.2 is installed"):
         jacobi_generate(model, PROMPTS, **rest)
 
 
@@ -552,7 +553,7 @@ def test_the_processor_in_transformers_own_loops(model):
         GuidedProbsProcessor(id_range=torch.tensor([0, 5]), prompt_length=6)
     with pytest.raises(ValueError, match="prompt_length must be at most the 6 tokens that there are, got 7"):
         GuidedProbsProcessor(**one | dict(prompt_length=7))(PROMPTS, scores)
-    with pytest.raises(ValueError, match="scores must have as many rows with the condition as without it, got 3"):
+    with pytest.raises(ValueError, match="scores must have two rows for each of 3 prompts, .* got 3 .for a loop"):
         GuidedProbsProcessor(3.0)(PROMPTS[:3], scores[:3])
 
 
@@ -585,5 +586,5 @@ def test_a_folder_can_be_named_in_place_of_the_function(model, tmp_path, monkeyp
     tokens = generate(model, folder, trust_remote_code=True, stats=stats, **options)
     assert torch.equal(tokens, generate(model, jacobi_generate, **options))
     assert tokens.shape == (4, 26) and stats["target_forwards"] < 20
-    with pytest.raises(ValueError, match="grid must be"):
+    with pytest.raises(ValueError, match="window must be at most grid=2"):
         generate(model, folder, trust_remote_code=True, grid=2, **options)

@@ -7,6 +7,7 @@ in the codebook, from 0 to C - 1. Where every row of an image ends in an id of i
 What is forced after an image (its end, the end of a frame) is not drawn: a picture is whole without it.
 """
 import inspect
+import operator
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -16,16 +17,26 @@ from PIL import Image
 from torch import Tensor, nn
 
 from specvis_kernels import decoder_layers, pack_layers
+from specvis_kernels.compat._hosts import MASKED, check_model, unwrapped
 
 from .interface import Nodes, num_tokens
 from .layers import Packing, is_unchanged
 from .llamagen import condition_mask
 from .transformers_layers import PACKABLE, SlotCache, attend, is_packable, positions_of, weights_of
 
-MASKED = ("sdpa", "eager")        # attention of transformers that takes a mask of our own
 TREE_ATTENTION = "specvis_tree"   # the name of `tree_attention` there
 ANOLE_NULL = (0, 8197)            # begin of text, begin of image
+EMU3_START, EMU3_IMAGE = "<|image start|>", "<|image token|>"
 LUMINA_NEWLINE, LUMINA_IMAGE, LUMINA_SIZE = 8803, 8197, 8804  # the last one: of size 0
+
+
+def whole_numbers(grid: Sequence[int]) -> tuple[int, int]:
+    """(rows, columns), as a list or tensors of a processor may have them."""
+    try:
+        rows, columns = map(operator.index, grid)
+    except (TypeError, ValueError):
+        raise ValueError(f"grid must be two whole numbers, rows and columns of codes, got {grid!r}") from None
+    return rows, columns
 
 
 class ImageModel:
@@ -35,12 +46,14 @@ class ImageModel:
     its own padding. Positions count from a row's first real entry, as in `generate`.
     """
 
+    begin: tuple[int, ...] = ()  # the vocabulary ids that begin an image: a prompt ends with them
+
     def __init__(self, model: nn.Module, ids: Sequence[int], prefix_len: int, grid: tuple[int, int],
                  null_prompt: Sequence[int], *, newline: int | None = None, decoder: nn.Module | None = None,
                  vqmodel: nn.Module | None = None):
         """
         Args:
-            model:       from transformers, in evaluation mode
+            model:       from transformers; peft's wrapper is taken off, and its adapters stay
             ids:         the vocabulary id of each of C codes
             prefix_len:  S, how many ids a prompt has at most
             grid:        (rows, columns) of codes
@@ -50,25 +63,26 @@ class ImageModel:
             vqmodel:     what turns codes into pixels; None: nothing does
 
         Raises:
-            ValueError: the model is in training mode or has an attention that takes no mask, an id is not in its
-                vocabulary or is there twice, a size is below 1, or null_prompt is empty or longer than prefix_len
+            ValueError: a token of a tree would not have the logits of its path: the attention takes no mask, or sees
+                only a window shorter than prompt and image, or drops entries, the layers are recurrent, or rotary
+                embeddings change with the length (new_cache asks it again); or an id is not in the vocabulary or is
+                there twice, a size is below 1, or null_prompt is empty or longer than prefix_len
         """
-        if model.training:
-            raise ValueError("model must be in evaluation mode, call model.eval() first")
+        model, grid = unwrapped(model), whole_numbers(grid)
         self.model, self.vqmodel, self.embed = model, vqmodel, model.get_input_embeddings()
         self.decoder = model.get_decoder() if decoder is None else decoder
         self.config = self.decoder.config
         has_cache = "cache" in inspect.signature(self.decoder.forward).parameters  # from transformers 5.24 on
         self.cache_name = "cache" if has_cache else "past_key_values"
         weight, special = self.embed.weight, [] if newline is None else [newline]
-        self.ids = torch.tensor([*ids, *special], dtype=torch.int64, device=weight.device)
+        hook = getattr(self.embed, "_hf_hook", None)  # accelerate's, which brings weights from elsewhere
+        self.device = torch.device(hook.execution_device) if weight.is_meta and hook else weight.device
+        self.ids = torch.tensor([*ids, *special], dtype=torch.int64, device=self.device)
         if prefix_len < 1 or min(grid) < 1 or not len(ids):
             raise ValueError("prefix_len, grid and the number of ids must be at least 1, "
                              f"got {prefix_len}, {tuple(grid)} and {len(ids)}")
-        for name, values in (("ids", self.ids.tolist()), ("null_prompt", null_prompt)):
-            if any(not 0 <= i < len(weight) for i in values):
-                raise ValueError(f"{name} must be within the vocabulary, [0, {len(weight)}), "
-                                 f"got {next(i for i in values if not 0 <= i < len(weight))}")
+        if outside := [i for i in self.ids.tolist() if not 0 <= i < len(weight)]:
+            raise ValueError(f"ids must be within the vocabulary, [0, {len(weight)}), got {outside[0]}")
         if len(set(self.ids.tolist())) < len(self.ids):
             raise ValueError("ids and newline must all be different, got one twice")
         self.num_codes, self.prefix_len = len(ids), prefix_len
@@ -80,20 +94,36 @@ class ImageModel:
         are_in_order = self.ids[:len(ids)].tolist() == list(range(first, last))
         self.head_rows = slice(first, last) if are_in_order else self.ids[:len(ids)]  # a slice is not copied
         self.packing = None  # see use_decoder_layers
-        self.check_attention()
+        self.check_model()
+        if type(self) is ImageModel:
+            self.check_head()
 
-    def check_attention(self) -> str:
-        name = self.decoder.config._attn_implementation
-        if name not in (*MASKED, TREE_ATTENTION):
-            raise ValueError(f"model must have the attention {' or '.join(MASKED)}, which take a mask of a draft tree "
-                             f"(from_pretrained(..., attn_implementation={MASKED[0]!r})), got {name}")
-        return name
+    def check_model(self) -> None:
+        check_model(self.decoder, self.config, self.prefix_len + num_tokens(self), (*MASKED, TREE_ATTENTION))
+
+    @torch.no_grad()
+    def check_head(self) -> None:
+        """The logits of a prompt must be the head's: some models scale, cap or mask them, or change hidden states."""
+        ids, is_real = self.null_prompt
+        ids, last = ids[is_real][None], self.ids[:self.num_codes]
+        own = self.model(input_ids=ids).logits[:, -1:, last].float()
+        ours = self.code_logits(self.decoder(input_ids=ids).last_hidden_state[:, -1:]).float()
+        if not (ours - own).abs().max() <= max(1e-4, 4 * torch.finfo(self.embed.weight.dtype).eps) * own.abs().max():
+            raise ValueError("model must give the logits of its head as they are, got a "
+                             f"{type(self.model).__name__}, which changes them (jacobi_generate reads what it gives; "
+                             "or derive from ImageModel, with a code_logits that does the same)")
 
     def use_tree_attention(self) -> None:
         """Let the language model read trees by `specvis_kernels.tree_attention` from now on: no mask is made.
 
         Elsewhere, as in `generate`, the model attends as with "sdpa".
+
+        Raises:
+            ValueError: the model's layers do not ask transformers' AttentionInterface
         """
+        if not getattr(self.decoder, "_supports_attention_backend", False):
+            raise ValueError("model must attend by transformers' AttentionInterface, got a "
+                             f"{type(self.decoder).__name__} (leave use_tree_attention out)")
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
 
@@ -145,13 +175,14 @@ class ImageModel:
 
     def padded(self, prompts: Sequence[Sequence[int]], name: str = "prompts") -> tuple[Tensor, Tensor]:
         """Lists of vocabulary ids -> (B, S) int64, padded on the left, and (B, S) bool: where they are real."""
-        lengths = [len(prompt) for prompt in prompts]
+        lengths, size = [len(prompt) for prompt in prompts], len(self.embed.weight)
         if not lengths or min(lengths) < 1 or max(lengths) > self.prefix_len:
             raise ValueError(f"{name} must have 1 to prefix_len={self.prefix_len} ids each, got {lengths}")
+        if outside := [i for prompt in prompts for i in prompt if not 0 <= i < size]:
+            raise ValueError(f"{name} must be within the vocabulary, [0, {size}), got {outside[0]}")
         rows = [[0] * (self.prefix_len - len(prompt)) + list(prompt) for prompt in prompts]
-        device = self.embed.weight.device
-        index, first = torch.arange(self.prefix_len, device=device), torch.tensor(lengths, device=device)
-        return torch.tensor(rows, device=device), index >= self.prefix_len - first[:, None]
+        index, first = torch.arange(self.prefix_len, device=self.device), torch.tensor(lengths, device=self.device)
+        return torch.tensor(rows, device=self.device), index >= self.prefix_len - first[:, None]
 
     def condition(self, prompts: Sequence[Sequence[int]] | Tensor,
                   attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -164,13 +195,34 @@ class ImageModel:
             embeddings (B, S, dim), padding_mask (B, S) bool: True where the prompt is real
 
         Raises:
-            ValueError: a prompt is empty or has more than S ids
+            ValueError: a prompt is empty or has more than S ids or one outside of the vocabulary, is padded without an
+                attention_mask, or does not end with what begins an image of this size, where that is known
         """
         if isinstance(prompts, Tensor):
             is_real = torch.ones_like(prompts) if attention_mask is None else attention_mask
+            pad = self.padding_id()
+            if attention_mask is None and pad is not None and (prompts[:, [0, -1]] == pad).any():
+                raise ValueError("attention_mask must be given with padded prompts, as a processor makes it, got None "
+                                 f"and a prompt that begins or ends with {pad}, the model's pad_token_id")
             prompts = [row[real.bool()].tolist() for row, real in zip(prompts, is_real)]
         ids, padding_mask = self.padded(prompts)
+        for prompt in prompts:
+            self.check_begin([int(i) for i in prompt])
         return self.embed(ids), padding_mask
+
+    def padding_id(self) -> int | None:
+        """The id that stands for padding and for nothing else."""
+        for config in (getattr(self.model, "generation_config", None), self.config):
+            pad = getattr(config, "pad_token_id", None)
+            if pad is not None:
+                return None if pad == config.bos_token_id else pad
+        return None
+
+    def check_begin(self, prompt: list[int]) -> None:
+        if self.begin and tuple(prompt[-len(self.begin):]) != self.begin:
+            rows, columns = self.grid
+            raise ValueError(f"prompts must end with {', '.join(map(str, self.begin))}, which begins an image of grid "
+                             f"({rows}, {columns - self.has_newline}), got {', '.join(map(str, prompt[-3:]))}")
 
     def null_inputs(self, padding_mask: Tensor) -> tuple[Tensor, Tensor]:
         """What guidance is measured against, for prompts with these masks (B, S): see `TargetModel`."""
@@ -184,12 +236,14 @@ class ImageModel:
     # --- reading ---
 
     def new_cache(self, rows: int, columns: int) -> SlotCache:
+        self.check_model()
         if self.packing:
             self.pack_layers()
-        c, weight = self.config, self.embed.weight
+        c = self.config
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-        return SlotCache(c.num_hidden_layers, rows, heads, columns, head_dim, device=weight.device, dtype=weight.dtype)
+        return SlotCache(c.num_hidden_layers, rows, heads, columns, head_dim, device=self.device,
+                         dtype=self.embed.weight.dtype)
 
     def prefill(self, condition: Tensor, padding_mask: Tensor, cache: SlotCache) -> Tensor:
         """Read conditions (R, S, dim); hidden states (R, S, dim). See `TargetModel.prefill`."""
@@ -205,7 +259,7 @@ class ImageModel:
             positions = self.positions(nodes.position_ids, nodes.padding_mask)
             return decoder_layers(x, layers, cache.data, nodes.lengths, nodes.ancestors, positions, rotations,
                                   first_node=nodes.first, key_mask=nodes.padding_mask)
-        if self.decoder.config._attn_implementation == TREE_ATTENTION:
+        if self.config._attn_implementation == TREE_ATTENTION:
             return self.read(x, nodes.position_ids, nodes.padding_mask, nodes.slots, None, cache, nodes)
         return self.read(x, nodes.position_ids, nodes.padding_mask, nodes.slots, nodes.mask, cache)
 
@@ -216,7 +270,7 @@ class ImageModel:
         more = {}
         if mask is None:  # four dimensions, or transformers makes one; `attend` ignores it
             more, mask = {"nodes": nodes}, x.new_empty(1, 1, 1, 0)
-        elif self.check_attention() == "eager":  # eager attention adds the mask to the scores
+        elif self.config._attn_implementation == "eager":  # eager attention adds the mask to the scores
             mask = torch.where(mask, 0.0, torch.finfo(x.dtype).min).to(x.dtype)[:, None]
         else:
             mask = mask[:, None]
@@ -227,7 +281,8 @@ class ImageModel:
 
     def positions(self, position_ids: Tensor, padding_mask: Tensor) -> Tensor:
         """`Nodes.position_ids` (R, N) -> as the language model takes them, for prompts with these masks (R, S)."""
-        return positions_of(position_ids, padding_mask)
+        last_read = self.prefix_len + max(num_tokens(self) - 2, 0)  # a model may know no position behind it
+        return positions_of(position_ids.clamp(max=last_read), padding_mask)
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         return self.embed(self.ids[tokens])
@@ -245,7 +300,7 @@ class ImageModel:
 
     def code_logits(self, hidden: Tensor) -> Tensor:
         head = self.model.get_output_embeddings()
-        if not is_unchanged(head, (nn.Linear,)):
+        if not is_unchanged(head, (nn.Linear,)) or type(head.weight) is not nn.Parameter:  # quantized, for instance
             return head(hidden)[..., self.head_rows]
         bias = head.bias
         return F.linear(hidden, head.weight[self.head_rows], None if bias is None else bias[self.head_rows])
@@ -298,8 +353,9 @@ class Chameleon(ImageModel):
     for its codes."""
 
     def __init__(self, model: nn.Module, prefix_len: int, grid: tuple[int, int], null_prompt: Sequence[int],
-                 newline: int | None = None):
-        """See `ImageModel`; `anole` and `lumina_mgpt` know the last three."""
+                 newline: int | None = None, begin: Sequence[int] = ()):
+        """See `ImageModel`; `anole` and `lumina_mgpt` know the last three, and the ids that every prompt ends with."""
+        model, self.begin = unwrapped(model), tuple(begin)
         of_code = model.model.vocabulary_mapping.img2bpe
         super().__init__(model, [of_code[code] for code in sorted(of_code)], prefix_len, grid, null_prompt,
                          newline=newline, vqmodel=model.model.vqmodel)
@@ -307,7 +363,7 @@ class Chameleon(ImageModel):
 
 def anole(model: nn.Module, prefix_len: int, grid: tuple[int, int] = (32, 32)) -> Chameleon:
     """Anole: rows of 32 codes without newlines. Its prompts are 0, the text's ids, 8710, 8197."""
-    return Chameleon(model, prefix_len, grid, ANOLE_NULL)
+    return Chameleon(model, prefix_len, grid, ANOLE_NULL, begin=ANOLE_NULL[1:])
 
 
 def lumina_mgpt(model: nn.Module, prefix_len: int, grid: tuple[int, int] = (48, 48)) -> Chameleon:
@@ -317,10 +373,11 @@ def lumina_mgpt(model: nn.Module, prefix_len: int, grid: tuple[int, int] = (48, 
     Raises:
         ValueError: grid is not of even numbers
     """
+    grid = whole_numbers(grid)
     if grid[0] % 2 or grid[1] % 2:
-        raise ValueError(f"grid must be two even numbers, got {tuple(grid)}")
+        raise ValueError(f"grid must be two even numbers, got {grid}")
     null_prompt = LUMINA_IMAGE, LUMINA_SIZE + grid[0] // 2, LUMINA_SIZE + grid[1] // 2
-    return Chameleon(model, prefix_len, grid, null_prompt, LUMINA_NEWLINE)
+    return Chameleon(model, prefix_len, grid, null_prompt, LUMINA_NEWLINE, null_prompt)
 
 
 class Emu3(ImageModel):
@@ -328,10 +385,21 @@ class Emu3(ImageModel):
 
     def __init__(self, model: nn.Module, prefix_len: int, grid: tuple[int, int], null_prompt: Sequence[int]):
         """See `ImageModel`. Both kinds of prompts are what Emu3's processor makes of text for image generation."""
+        model = unwrapped(model)
         mapping = model.model.vocabulary_mapping
+        self.names = {i: name for name, i in mapping.vocab_map.items()}
         super().__init__(model, [mapping.img2bpe[code] for code in sorted(mapping.img2bpe)], prefix_len, grid,
                          null_prompt, newline=mapping.eol_token_id, decoder=model.model.text_model,
                          vqmodel=model.model.vqmodel)
+
+    def check_begin(self, prompt: list[int]) -> None:
+        """The end of a prompt names its image's size in text, where the model's vocabulary_map has its words."""
+        begin = f"{EMU3_START}{self.grid[0]}*{self.grid[1] - 1}{EMU3_IMAGE}"
+        if {EMU3_START, EMU3_IMAGE} <= {*self.names.values()}:
+            text = "".join(self.names.get(i, "") for i in prompt)
+            if not text.endswith(begin):
+                raise ValueError(f"prompts must end with {begin}, as Emu3's processor makes them with "
+                                 f"return_for_image_generation for this grid, got ..{text[-40:]}")
 
 
 class JanusPro(ImageModel):
@@ -340,12 +408,17 @@ class JanusPro(ImageModel):
     def __init__(self, model: nn.Module, prefix_len: int):
         """See `ImageModel`. What guidance is measured against is each prompt with its text replaced by padding, which
         is seen, as `generate` does it; the ids are in the model's generation_config."""
+        model = unwrapped(model)
         c = model.generation_config
         begin_image = (getattr(c, "generation_kwargs", None) or {}).get("boi_token_id")
         if begin_image is None:
             raise ValueError("model must be a JanusForConditionalGeneration with generation_config.generation_kwargs"
                              "['boi_token_id'], the id that begins an image, as Janus-Pro's files have it")
-        self.bos, self.pad, self.begin_image = c.bos_token_id, c.pad_token_id, begin_image
+        if c.bos_token_id is None or c.pad_token_id is None:
+            raise ValueError("model must have generation_config.bos_token_id and pad_token_id, which guidance reads in "
+                             f"place of the text, got {c.bos_token_id} and {c.pad_token_id} (set them to those of the "
+                             "processor's tokenizer)")
+        self.bos, self.pad, self.begin_image, self.begin = c.bos_token_id, c.pad_token_id, begin_image, (begin_image,)
         vqmodel = model.model.vqmodel
         super().__init__(model, range(vqmodel.config.num_embeddings), prefix_len,
                          tuple(vqmodel.quantize.quant_state_dims), [self.bos, self.begin_image],
@@ -387,7 +460,7 @@ class GLMImage(ImageModel):
         Raises:
             ValueError: image_grid_thw is not such, or not the same two grids for all prompts
         """
-        grids = torch.as_tensor(image_grid_thw).tolist()
+        model, grids = unwrapped(model), torch.as_tensor(image_grid_thw).tolist()
         if not grids or grids != grids[:2] * (len(grids) // 2) or any(
                 not isinstance(g, list) or len(g) != 3 or g[0] != 1 or min(g) < 1 for g in grids):
             raise ValueError("image_grid_thw must be 1, rows, columns of the picture and of its preview, the same two "
@@ -405,14 +478,12 @@ class GLMImage(ImageModel):
         self.axes = torch.cat(axes, 1).to(self.ids.device)  # (3, L) of the tokens, from the end of the prompt
         self.num_tokens = self.axes.shape[1]
 
-    def padded(self, prompts: Sequence[Sequence[int]], name: str = "prompts") -> tuple[Tensor, Tensor]:
+    def check_begin(self, prompt: list[int]) -> None:
         start, end = self.image_ids
-        for prompt in prompts:
-            if len(prompt) and (prompt[-1] != start or end in prompt):
-                raise ValueError(f"{name} must end with {start}, which begins an image, and have no picture, whose end "
-                                 f"is {end}: both grids of image_grid_thw are drawn; got a prompt that ends with "
-                                 f"{int(prompt[-1])} and has {sum(int(i) == end for i in prompt)} pictures")
-        return super().padded(prompts, name)
+        if prompt[-1] != start or end in prompt:
+            raise ValueError(f"prompts must end with {start}, which begins an image, and have no picture, whose end "
+                             f"is {end}: both grids of image_grid_thw are drawn; got a prompt that ends with "
+                             f"{prompt[-1]} and has {prompt.count(end)} pictures")
 
     def positions(self, position_ids: Tensor, padding_mask: Tensor) -> Tensor:
         """(R, N) -> (3, R, N)"""

@@ -22,6 +22,11 @@ class SlotCache(Cache):
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
         """Keep (R, heads, N, head_dim) of a layer, and return all that may be seen."""
+        heads = tuple(self.data.shape[4:])
+        if not heads == keys.shape[1::2] == values.shape[1::2]:
+            raise ValueError(f"model must have keys and values of {heads[0]} heads of {heads[1]}, as its configuration "
+                             f"says, got {tuple(keys.shape[1::2])} and {tuple(values.shape[1::2])} "
+                             "(jacobi_generate takes others)")
         entries = torch.stack([keys, values], 1).permute(0, 3, 1, 2, 4).flatten(0, 1)
         self.data[layer].flatten(0, 1).index_copy_(0, self.slots, entries)
         seen = self.data[layer, :, :self.num_columns].permute(2, 0, 3, 1, 4)
@@ -62,11 +67,14 @@ def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attenti
            nodes: Nodes | None = None, **more) -> tuple[Tensor, None]:
     """`tree_attention` in the form of transformers' AttentionInterface; where no tree is read, as "sdpa".
 
-    query (R, H, N, D), key and value (R, Hkv, T, D) -> (R, N, H, D)
+    query (R, H, N, D), key and value (R, Hkv, T, D) -> (R, N, H, D). ValueError if the layer asks for more than that.
     """
     if nodes is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
+    if asked := [name for name in ("softcap", "s_aux", "head_mask", "position_bias") if more.get(name) is not None]:
+        raise ValueError(f"model must attend by softmax alone for use_tree_attention, got {', '.join(asked)} (leave "
+                         "the call out: 'eager' knows them)")
     return tree_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), nodes.lengths,
                           nodes.ancestors, key_mask=nodes.padding_mask, scale=more.get("scaling")), None
