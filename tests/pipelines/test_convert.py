@@ -2,6 +2,7 @@
 import json
 import os
 import pickle
+import re
 import weakref
 from argparse import Namespace
 from dataclasses import replace
@@ -33,7 +34,7 @@ from specvis.pipelines.checkpoint import CheckpointError
 from specvis.pipelines.convert import convert
 from specvis.pipelines.discrete import Pipeline
 from specvis.pipelines.mar import MARPair
-from specvis.pipelines.recognized import recognized_table
+from specvis.pipelines.recognized import recognized, recognized_table
 from specvis_kernels import codebook_neighbors
 
 CLASSES = GPTConfig(dim=32, layers=2, heads=2, vocabulary=64, grid=16, classes=10, ffn_multiple=16)
@@ -69,6 +70,7 @@ def files(models, tmp_path_factory):
     folder, state = tmp_path_factory.mktemp("published"), states(models)
     torch.save({"model": state["gpt"], "optimizer": {"state": {0: {"step": torch.zeros(2)}}}, "steps": 7,
                 "args": Namespace(gpt_model="GPT-B")}, folder / "c2i_B_256.pt")
+    os.link(folder / "c2i_B_256.pt", folder / "c2i_B_384.pt")
     torch.save({"model": state["text"]}, folder / "t2i_XL_stage1_256.pt")
     torch.save({"model": state["small"]}, folder / "c2i_small.pt")
     torch.save({"model": state["vq"]}, folder / "vq_ds16_c2i.pt")
@@ -174,6 +176,114 @@ def test_every_wrapping_is_taken_off(models, files, tmp_path, wrapping):
     assert (config.grid, config.ffn_dim, config.classes) == (24, CLASSES.ffn_dim, 10)
 
 
+WRAPPED = [("module._orig_mod.", ""), ("_orig_mod.module.", ""), ("model.", ""), ("gpt.net.", ""), ("", "_orig_mod."),
+           ("_fsdp_wrapped_module.", "_fsdp_wrapped_module."), ("", "_checkpoint_wrapped_module."),
+           ("_forward_module.model._orig_mod.", "_checkpoint_wrapped_module._fsdp_wrapped_module.")]
+
+
+@pytest.mark.parametrize("name", ["gpt", "text", "split", "eagle", "vq", "mar", "kl"])
+def test_names_that_wrappers_of_modules_add_are_taken_off(models, tmp_path, name):
+    state = split_names(models["text"].state_dict()) if name == "split" else models[name].state_dict()
+    torch.save(state, tmp_path / "x.pt")
+    expected = recognized(sources.open_source(tmp_path / "x.pt"), 2)
+    for before, inside in WRAPPED:
+        path = tmp_path / f"{before}{inside}.pt"                              # another one each time: files stay mapped
+        torch.save({before + re.sub(r"((?:layers|\w+_blocks|down|up)\.\d+\.)", rf"\1{inside}", key): value
+                    for key, value in state.items()}, path)
+        part = recognized(sources.open_source(path), 2)
+        assert (part.kind, part.config) == (expected.kind, expected.config)
+        assert part.source.tensors.keys() == expected.source.tensors.keys(), (before, inside)
+        assert all(torch.equal(part.source.tensors[key].make(), tensor.make())
+                   for key, tensor in expected.source.tensors.items())
+
+
+def test_of_several_models_in_a_file_none_is_guessed(models, files, tmp_path):
+    state, said = models["gpt"].state_dict(), []
+
+    def read(content):
+        torch.save(content, tmp_path / "x.pt")
+        return recognized(sources.open_source(tmp_path / "x.pt", said.append), 2, said.append)
+
+    def named(prefix, other=state):
+        return {prefix + name: value for name, value in other.items()}
+    for content, message in (
+            (named("generator.") | named("ema_generator."), "x.pt must hold one model, got several, whose names begin "
+             "with ema_generator. and generator.; save one of them alone"),
+            (named("gpt.") | named("vq.", models["vq"].state_dict()), "begin with gpt. and vq.; save one"),
+            (state | named("module."), "holds norm.weight and module.norm.weight, which are one tensor's names"),
+            (state | named("ema."), "holds tensors that LlamaGen's GPT, 2 layers .* has not: ema."),
+            ({"generator": state, "step": 3}, r"must hold a dictionary of tensors, by itself or in 'model', .*, got "
+             r"'generator' \(OrderedDict of 18\), 'step' \(int\)"),
+            ({"model": {"\n": [1]}}, r"got 'model' \(dict of 1\)$")):
+        if "module.norm.weight" in content:
+            content = {"norm.weight": 0, "module.norm.weight": 0} | content   # the first one is named
+        with pytest.raises(CheckpointError, match=message):
+            read(content)
+    assert not said
+    part = read({"state_dict": named("model.") | {"loss.weight": torch.ones(1), "ema.decay": torch.ones(1)}})
+    assert part.source.tensors.keys() == state.keys()
+    assert said == [f"{tmp_path / 'x.pt'}: took the tensors whose names begin with model., and left out 2 others: "
+                    "loss.weight, ema.decay"]
+
+
+@pytest.mark.parametrize("name, keys, taken", [
+    ("vq", ("model", "ema"), "ema"), ("vq", ("ema",), "ema"), ("gpt", ("model", "ema"), "model"),
+    ("gpt", ("ema",), "ema"), ("gpt", ("module", "model_ema"), "module"), ("eagle", ("ema", "module"), "module"),
+    ("kl", ("model", "ema"), "model"), ("mar", ("model", "model_ema"), "model_ema"), ("mar", ("model",), "model")])
+def test_which_weights_of_a_file_are_taken_is_said(models, tmp_path, name, keys, taken):
+    key, weight = next(iter(models[name].state_dict().items()))
+    torch.save({each: {f"module.{name}": value + (each == taken) for name, value in models[name].state_dict().items()}
+                for each in keys} | {"steps": 3, "optimizer": {"state": {}}}, tmp_path / "x.pt")
+    said = []
+    part = sources.open_source(tmp_path / "x.pt", said.append)
+    assert torch.equal(part.tensors[key].make(), weight + 1)
+    others = [each for each in keys if each != taken]
+    average = ", a moving average of the weights" * ("ema" in taken)
+    expected = f"{tmp_path / 'x.pt'}: took {taken!r}{average}" + "".join(f"; it also has {each!r}" for each in others)
+    assert said == ([expected] if others or average else [])
+
+
+def test_a_commands_lines_say_which_weights_were_taken(models, files, tmp_path):
+    state = models["vq"].state_dict()
+    torch.save({"model": state, "ema": {name: value + 1 for name, value in state.items()}}, tmp_path / "vq.pt")
+    result = run("convert", files / "c2i_B_256.pt", tmp_path / "vq.pt", "--image-size", 256, "--heads", 2, "--out",
+                 tmp_path / "m")
+    assert result.output.startswith(f"{tmp_path / 'vq.pt'}: took 'ema', a moving average of the weights; it also has "
+                                    "'model'\n")
+    written = load_file(tmp_path / "m" / "tokenizer.safetensors")
+    assert written and all(torch.equal(value, state[name] + 1) for name, value in written.items())
+
+
+@pytest.mark.parametrize("stored, number, dtype, message", [
+    (torch.float32, "nan", None, "float32, got NaN or infinite ones, 2 of 32$"),
+    (torch.float16, "-inf", torch.float32, "float16, got NaN or infinite ones, 2 of 32$"),
+    (torch.bfloat16, "nan", None, "bfloat16, got NaN or infinite ones, 2 of 32$"),
+    (torch.float64, "1e39", None, "float32, got NaN or infinite ones, 2 of 32$"),
+    (torch.float32, "70000", torch.float16, "float16, got NaN or infinite ones, 2 of 32; dtype must hold them, as "
+     "that of the file does, float32$")])
+def test_numbers_that_are_not_finite_do_not_replace_a_model(models, files, tmp_path, stored, number, dtype, message):
+    out, said = tmp_path / "m", []
+    convert([files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt"], out, image_size=256, heads=2)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    for name, part in (("gpt", "norm.weight"), ("vq", "encoder.conv_in.bias")):
+        if name == "vq" and "dtype" in message:
+            continue                                                          # a tokenizer stays in its own
+        state = {key: value.to(stored) for key, value in models[name].state_dict().items()}
+        state[part] = state[part].clone()
+        state[part][3:5] = float(number)
+        torch.save({"model": state}, tmp_path / "bad.pt")
+        with pytest.raises(CheckpointError, match=rf"bad.pt: {part} must be finite numbers in {message}"):
+            convert([tmp_path / "bad.pt"], out, image_size=256, heads=2, dtype=dtype, say=said.append)
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == before and not said
+
+
+def test_an_image_size_other_than_the_folders_is_refused(files, tmp_path):
+    convert([files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt"], tmp_path, image_size=256, heads=2)
+    convert([files / "vq_ds16_c2i.pt"], tmp_path, image_size=256)
+    with pytest.raises(CheckpointError, match="config.json is for pictures of 256 pixels, not of 384"):
+        convert([files / "vq_ds16_c2i.pt"], tmp_path, image_size=384)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_are_written_in_a_dtype_but_those_of_the_tokenizer(models, files, tmp_path, dtype):
     convert([files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt"], tmp_path, image_size=256, heads=2, dtype=dtype)
@@ -257,7 +367,12 @@ def test_mars_files_draw_by_commands(models, files, tmp_path):
 @pytest.mark.parametrize("sources, options, message", [
     (["c2i_B_256.pt"], {}, "sources must have the GPT's tokenizer, such as vq_ds16_c2i.pt"),
     (["vq_ds16_c2i.pt"], {}, "sources must have a GPT, such as c2i_B_384.pt"),
-    (["c2i_B_256.pt", "vq_ds16_c2i.pt"], {}, "image_size must be given, one of 256, 384, 512: no tensor of LlamaGen's"),
+    (["c2i_B_256.pt", "vq_ds16_c2i.pt"], {}, "image_size must be given, one of 256, 384, 512: no tensor of LlamaGen's "
+     ".*; the name c2i_B_256.pt says 256"),
+    (["c2i_B_384.pt", "vq_ds16_c2i.pt"], {"image_size": 256},
+     "image_size must be 384, as the name of .*c2i_B_384.pt says, got 256; rename the file if its name is wrong"),
+    (["t2i_XL_stage1_256.pt", "vq_ds16_c2i.pt"], {"image_size": 512}, "must be 256, as the name of .*stage1_256"),
+    (["c2i_B_384.pt", "c2i_B_256.pt", "vq_ds16_c2i.pt"], {"image_size": 384}, "must be 256, as the name of .*B_256"),
     (["c2i_B_256.pt", "vq_ds16_c2i.pt"], {"image_size": 300}, "image_size must be one of 256, 384, 512, got 300"),
     (["c2i_B_256.pt", "vq_ds16_c2i.pt"], {"heads": None}, r"2 layers of width 32, no published size \(B: 12 of 768, "),
     (["c2i_B_256.pt", "kl16.ckpt"], {}, "sources must be of one family, got .*kl16.ckpt .* and .*c2i_B_256.pt"),
@@ -384,11 +499,11 @@ def test_what_drafted_for_the_model_before_does_not_stay(models, files, tmp_path
     save_file(EagleHead(CLASSES).state_dict(), gpts / "eagle.safetensors")
     message = "would stay and belong to the {} before: give what is to take their place together with the new"
     with pytest.raises(CheckpointError, match="eagle.safetensors " + message.format("GPT")):
-        convert([files / "c2i_B_256.pt"], gpts, image_size=384, heads=2)
+        convert([files / "c2i_B_384.pt"], gpts, image_size=384, heads=2)
     (gpts / "eagle.safetensors").unlink()
     with pytest.raises(CheckpointError, match="small.safetensors and .*small.json " + message.format("GPT")):
-        convert([files / "c2i_B_256.pt"], gpts, image_size=384, heads=2)
-    convert([files / "c2i_B_256.pt", files / "c2i_small.pt"], gpts, image_size=384, heads=2)  # both again
+        convert([files / "c2i_B_384.pt"], gpts, image_size=384, heads=2)
+    convert([files / "c2i_B_384.pt", files / "c2i_small.pt"], gpts, image_size=384, heads=2)  # both again
     assert Pipeline.load(gpts).small.config.grid == 24
     convert([files / name for name in ("checkpoint-last.pth", "draft-last.pth", "kl16.ckpt")], mars, heads=2)
     with pytest.raises(CheckpointError, match="mar_draft.safetensors and .*mar_draft.json " + message.format("MAR")):
@@ -455,7 +570,8 @@ def test_an_interruption_leaves_what_was_there(models, files, tmp_path, monkeypa
         if written > total // 3:
             raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
-        convert(sources, tmp_path, image_size=384, heads=2, dtype=torch.float16, progress=fails)
+        convert([files / "c2i_B_384.pt", sources[1]], tmp_path, image_size=384, heads=2, dtype=torch.float16,
+                progress=fails)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

@@ -183,6 +183,22 @@ def test_what_is_missing_for_captions_is_said(t5, tmp_path, monkeypatch):
         Captions(t5, 6, 8).encode(["a"])
 
 
+@pytest.mark.parametrize("prompt", ["\udcff red", "a\ud83d\ude00", "\ud800", b"red", 7, None])
+def test_a_caption_that_is_no_text_is_named(t5, prompt):
+    with pytest.raises(ValueError, match="^a prompt must be text that UTF-8 can write, got ") as caught:
+        Captions(t5, 6, 8).encode(["a red heart", prompt])
+    assert type(caught.value) is ValueError and str(caught.value).endswith(f"got {prompt!r}")
+
+
+def test_a_command_refuses_a_prompt_that_is_no_utf8(t5, tmp_path):
+    pipeline_of(CAPTIONS).save(tmp_path)
+    prompt = b"\xff red".decode(errors="surrogateescape")                      # as Python reads an argument
+    arguments = ["generate", "--model", tmp_path, "--text-encoder", t5, "--prompt", prompt, "--out", tmp_path / "x.png"]
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == 2 and not (tmp_path / "x.png").exists()
+    assert result.output == "Error: a prompt must be text that UTF-8 can write, got '\\udcff red'\n"
+
+
 @pytest.mark.parametrize("caption, expected", [
     ("A photo of an astronaut riding a horse.", "a photo of an astronaut riding a horse."),
     ("A blue Porsche 356 parked in front of a yellow brick wall.",

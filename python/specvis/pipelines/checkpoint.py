@@ -6,7 +6,7 @@ import struct
 import warnings
 import zipfile
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +20,12 @@ from ..models.sizes import MAX_WORDS
 
 KNOWN = (".json", ".safetensors", ".bin", ".model")  # files of a model
 END = 1 << 12  # bytes at each end of a tensor by which it is known again
+
+WRAPPINGS = ("model", "module", "state_dict")  # what releases keep weights in
+AVERAGES = ("model_ema", "ema")                # and moving averages of them
+AVERAGED = re.compile(r"(en|de)coder\.conv_blocks\.|encoder_blocks\.|diffloss\.")  # models that use the averages
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}  # PyTorch's
+SHOWN = 5      # names in an error
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # weights in a file may have them
 
@@ -117,8 +123,9 @@ def in_short(model: nn.Module, folder: Path | None, what: str) -> str:
 def read_weights(path: str | Path) -> dict[str, Tensor]:
     """The tensors in a checkpoint, by name.
 
-    Some releases wrap the tensors in "model_ema" (MAR), "model", "module" or "state_dict" (LlamaGen). The wrapping is
-    taken off, "model_ema" before the others: it is the moving average of the weights, which MAR samples with.
+    Some releases wrap the tensors in "model", "module" or "state_dict", and moving averages of them in "model_ema" or
+    "ema". The wrapping is taken off: the averages' of MAR, which samples with them, and of LlamaGen's tokenizers, which
+    reconstruct pictures with them; of other models the weights' own.
 
     Raises:
         CheckpointError: as `read_state`; or not a dictionary of tensors
@@ -126,19 +133,42 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     return tensors_of(read_state(path), path)
 
 
-def tensors_of(state, path: str | Path) -> dict[str, Tensor]:
-    """The tensors in what `read_state` read from a file, by name."""
-    for wrapping in ("model_ema", "model", "module", "state_dict"):
-        if isinstance(state, dict) and isinstance(state.get(wrapping), dict):
-            state = state[wrapping]
-    if not isinstance(state, dict) or not all(isinstance(name, str) and isinstance(value, Tensor)
-                                              for name, value in state.items()):
-        raise CheckpointError(f"checkpoint {path} must hold a dictionary of tensors, got {type(state).__name__}")
+def tensors_of(state, path: str | Path, say: Callable[[str], None] = lambda line: None) -> dict[str, Tensor]:
+    """The tensors in what `read_state` read from a file, by name. `say` is told what was taken of several."""
+    for _ in WRAPPINGS:  # each may be in another
+        found = [key for key in (*WRAPPINGS, *AVERAGES) if isinstance(state, dict) and isinstance(state.get(key), dict)
+                 and any(isinstance(value, (Tensor, dict)) for value in state[key].values())]
+        if not found:
+            break
+        is_averaged = any(AVERAGED.search(unwrapped(str(name))) for key in found for name in state[key])
+        taken, *others = sorted(found, key=lambda key: (key in AVERAGES) != is_averaged)
+        if others or taken in AVERAGES:
+            say(f"{path}: took {taken!r}" + ", a moving average of the weights" * (taken in AVERAGES)
+                + f"; it also has {' and '.join(map(repr, others))}" * bool(others))
+        state = state[taken]
+    strange = [f"{str(name)[:60]!r} ({type(value).__name__}{f' of {len(value)}' if isinstance(value, dict) else ''})"
+               for name, value in state.items() if not isinstance(name, str) or not isinstance(value, Tensor)
+               ] if isinstance(state, dict) else [type(state).__name__]
+    if strange:
+        raise CheckpointError(f"checkpoint {path} must hold a dictionary of tensors, by itself or in "
+                              f"{', '.join(map(repr, (*WRAPPINGS, *AVERAGES)))}, got {', '.join(strange[:SHOWN])}")
     for name, value in state.items():
-        if value.is_meta or value.is_nested:
-            raise CheckpointError(f"checkpoint {path}: {name} must be a tensor with values, got "
-                                  f"{'one without' if value.is_meta else 'a nested one'}")
+        if value.is_meta or value.is_nested or value.layout is not torch.strided:
+            got = "one without" if value.is_meta else "a nested one" if value.is_nested else "a sparse one"
+            raise CheckpointError(f"checkpoint {path}: {name} must be a tensor with values, got {got}")
     return state
+
+
+def unwrapped(name: str) -> str:
+    """A tensor's name without the names that DDP, FSDP, torch.compile and checkpointing of activations put into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS) or name
+
+
+def check_finite(path: str | Path, name: str, value: Tensor, advice: str = "") -> None:
+    """CheckpointError if a tensor of the checkpoint has NaN or infinite numbers."""
+    if value.numel() and value.is_floating_point() and not torch.stack(value.aminmax()).isfinite().all():
+        raise CheckpointError(f"checkpoint {path}: {name} must be finite numbers in {str(value.dtype)[6:]}, got NaN or "
+                              f"infinite ones, {int((~value.isfinite()).sum())} of {value.numel()}{advice}")
 
 
 def read_state(path: str | Path):
@@ -191,11 +221,9 @@ def load_weights(module: nn.Module, path: str | Path) -> None:
         if name in state and state[name].shape != wanted.shape:
             raise CheckpointError(f"checkpoint {path} is of another size: {name} must be {tuple(wanted.shape)}, "
                                   f"got {tuple(state[name].shape)}")
-        if name in state and (state[name].layout is not torch.strided
-                              or wanted.is_floating_point() and state[name].dtype not in DTYPES):
-            raise CheckpointError(f"checkpoint {path}: {name} must be dense and in one of "
-                                  f"{', '.join(str(dtype)[6:] for dtype in DTYPES)}, "
-                                  f"got {str(state[name].dtype)[6:]}, {str(state[name].layout)[6:]}")
+        if name in state and wanted.is_floating_point() and state[name].dtype not in DTYPES:
+            raise CheckpointError(f"checkpoint {path}: {name} must be in one of "
+                                  f"{', '.join(str(dtype)[6:] for dtype in DTYPES)}, got {str(state[name].dtype)[6:]}")
     # left out by the releases' own loading too: tables of rotations, and what an autoencoder was trained against
     unknown = [name for name in state
                if name not in expected and not name.endswith("freqs_cis") and not name.startswith("loss.")]
@@ -205,9 +233,7 @@ def load_weights(module: nn.Module, path: str | Path) -> None:
     # copied: in the file's memory a tensor does not begin where kernels read fastest, and the file may be overwritten
     weights = {name: state[name].to(expected[name].dtype, copy=is_empty) for name in expected if name in state}
     for name, value in weights.items():
-        if value.numel() and value.is_floating_point() and not torch.stack(value.aminmax()).isfinite().all():
-            raise CheckpointError(f"checkpoint {path}: {name} must be finite numbers in {str(value.dtype)[6:]}, "
-                                  "got NaN or infinite ones")
+        check_finite(path, name, value)
     module.load_state_dict(weights, strict=False, assign=is_empty)
     for name, buffer in module.named_buffers():
         if buffer.is_meta:  # the file has no such statistic

@@ -1,6 +1,7 @@
 """From published checkpoints to a folder that `Pipeline.load` or `MARPair.load` reads."""
 import json
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,9 +18,9 @@ from ..models.kl_vae import KLConfig
 from ..models.llamagen import GPTConfig
 from ..models.mar import MARConfig
 from ..models.vq import VQConfig
-from .checkpoint import CheckpointError, check_draft_config, read_config, read_settings, read_weights
+from .checkpoint import CheckpointError, check_draft_config, check_finite, read_config, read_settings, read_weights
 from .recognized import Recognized, recognized
-from .sources import open_source, write_lazy_tensors
+from .sources import Lazy, open_source, write_lazy_tensors
 
 IMAGE_SIZES = (256, 384, 512)
 SAMPLE = 64          # rows of a table of neighbors that are compared with the codebook
@@ -43,19 +44,21 @@ def convert(sources: Iterable[str | Path], out: str | Path, *, image_size: int |
         dtype:        weights are written in it, except the tokenizers'; None: as they are stored
         heads:        attention heads, of a GPT or MAR of none of the published sizes
         text_encoder: folder of the T5 that reads prompts, which the folder remembers
-        say:          called with a line for each source: what it is, and where it went
+        say:          called with a line for each source: what it is, and where it went; and first with what was
+            taken of a source that has more than one model needs
         progress:     called with how many bytes were just written, and how many there are in all
 
     Raises:
-        CheckpointError: a source that cannot be read without running code, is of no known model, or lacks tensors; or
-            sources that do not belong together
+        CheckpointError: a source that cannot be read without running code, is of no known model, lacks tensors, or has
+            numbers that are not finite, or are not in dtype; or sources that do not belong together
         ValueError:      image_size or text_encoder is missing where it is needed, or is wrong; or heads that a model of
-            a published size does not have
+            a published size does not have; or an image_size other than that in a GPT's name
     """
     out = Path(out)
     if image_size is not None and image_size not in IMAGE_SIZES:
         raise ValueError(f"image_size must be one of {', '.join(map(str, IMAGE_SIZES))}, got {image_size}")
-    parts = sorted((recognized(open_source(Path(path)), heads) for path in sources), key=lambda part: -part.size)
+    parts = sorted((recognized(open_source(Path(path), say), heads, say) for path in sources),
+                   key=lambda part: -part.size)
     of_mar = [part for part in parts if part.kind in ("mar", "kl")]
     if of_mar and len(of_mar) < len(parts):
         other = next(part for part in parts if part not in of_mar)
@@ -72,22 +75,39 @@ def convert(sources: Iterable[str | Path], out: str | Path, *, image_size: int |
     plan = plan_mar if of_mar else plan_llamagen
     files, configs = plan(parts, out, image_size, text_encoder)
 
-    weights = {file: part.source.tensors if part.kind in ("vq", "kl", "table") else
-               {name: tensor.to(dtype) for name, tensor in part.source.tensors.items()} for file, part in files.items()}
+    weights = {file: {name: finite(part, name, None if part.kind in ("vq", "kl", "table") else dtype)
+                      for name in part.source.tensors} for file, part in files.items()}
     total = sum(tensor.num_bytes for tensors in weights.values() for tensor in tensors.values())
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"out must be a folder that can be made, got {out}: {error.strerror}") from error
+    lines = []
     with locked(out), replacing_together(out, last="mar.json" if of_mar else "config.json") as new:
         for file, tensors in weights.items():
             write_lazy_tensors(new / f"{file}.safetensors", tensors, lambda num_bytes: progress(num_bytes, total))
             dtypes = " and ".join(sorted({str(tensor.dtype)[6:] for tensor in tensors.values()}))
             goal = out / f"{file}.safetensors"
-            say(f"{files[file].source.path}: {files[file].name}, {dtypes} -> {goal}"
-                + (", in place of the one before" if goal.exists() else ""))
+            lines.append(f"{files[file].source.path}: {files[file].name}, {dtypes} -> {goal}"
+                         + (", in place of the one before" if goal.exists() else ""))
         for file, values in configs.items():
             write_json(new / f"{file}.json", values)
+    for line in lines:
+        say(line)
+
+
+def finite(part: Recognized, name: str, dtype: torch.dtype | None = None) -> Lazy:
+    """A part's tensor in another dtype; None: as it is. CheckpointError when it is made and has numbers not finite."""
+    tensor, path = part.source.tensors[name], part.source.path
+
+    def make():
+        value = tensor.make()
+        check_finite(path, name, value.float() if value.dtype == torch.float64 else value)  # models are read in float32
+        if dtype not in (None, value.dtype):
+            stored, value = str(value.dtype)[6:], value.to(dtype)
+            check_finite(path, name, value, f"; dtype must hold them, as that of the file does, {stored}")
+        return value
+    return Lazy(tensor.shape, dtype or tensor.dtype, make)
 
 
 def only(parts: list[Recognized], kind: str, limit: int = 1) -> list[Recognized]:
@@ -112,10 +132,16 @@ def plan_llamagen(parts: list[Recognized], out: Path, image_size: int | None,
     settings, files, configs = read_settings(out), {}, {}
     said = {part.source.path: size for part in parts if (size := size_said(part, vq_config.stride))}
     if gpts:
+        named = {path: sizes for part in gpts if (sizes := sizes_named(path := part.source.path)) and path not in said}
         image_size = image_size or next(iter(said.values()), None)
         if image_size is None:
+            hint = "".join(f"; the name {path.name} says {sizes[0]}" for path, sizes in named.items())
             raise ValueError(f"image_size must be given, one of {', '.join(map(str, IMAGE_SIZES))}: no tensor of "
-                             "LlamaGen's depends on it (the published files have it in their names)")
+                             f"LlamaGen's depends on it (the published files have it in their names{hint})")
+        for path, sizes in named.items():
+            if image_size not in sizes:
+                raise ValueError(f"image_size must be {sizes[0]}, as the name of {path} says, got {image_size}; rename "
+                                 "the file if its name is wrong")
         configs_of = [replace(part.config, grid=image_size // vq_config.stride) for part in gpts]
         config = configs_of[0]
         settings = replace(settings, **(CLASSES if config.caption_dim is None else CAPTIONS))
@@ -129,9 +155,10 @@ def plan_llamagen(parts: list[Recognized], out: Path, image_size: int | None,
             refuse_left(out, "GPT", "small.safetensors", "small.json")
     else:
         config = read_config(out / "config.json", GPTConfig)
+        said[out / "config.json"] = config.grid * vq_config.stride
     for path, size in said.items():
-        if size != config.grid * vq_config.stride:
-            raise CheckpointError(f"{path} is for pictures of {size} pixels, not of {config.grid * vq_config.stride}")
+        if size != (pixels := image_size or config.grid * vq_config.stride):
+            raise CheckpointError(f"{path} is for pictures of {size} pixels, not of {pixels}")
     if vq_config.codebook_size != config.vocabulary:
         raise CheckpointError(f"the tokenizer must have the GPT's {config.vocabulary} codes, "
                               f"got {vq_config.codebook_size}")
@@ -143,7 +170,7 @@ def plan_llamagen(parts: list[Recognized], out: Path, image_size: int | None,
         part.check(lambda: EagleHead(config))
         files["eagle"] = part
     for part in tables:
-        codebook = (vqs[0].source.tensors["quantize.embedding.weight"].make() if vqs
+        codebook = (finite(vqs[0], "quantize.embedding.weight").make() if vqs
                     else read_weights(out / "tokenizer.safetensors")["quantize.embedding.weight"])
         check_table(part, codebook.float())
         files["neighbors"] = part
@@ -166,6 +193,11 @@ def size_said(part: Recognized, stride: int) -> int | None:
         return EAGLE_SIZES.get(part.source.config.get("input_type"))
     block_size = part.source.config.get("block_size") if part.kind == "gpt" else None
     return math.isqrt(block_size) * stride if isinstance(block_size, int) else None
+
+
+def sizes_named(path: Path) -> list[int]:
+    """The pixels a side that a file's name says, as c2i_B_384.pt."""
+    return [int(size) for size in re.findall(rf"_({'|'.join(map(str, IMAGE_SIZES))})(?!\d)", path.name)]
 
 
 def check_text_encoder(folder: Path, config: GPTConfig) -> None:

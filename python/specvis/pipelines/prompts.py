@@ -89,8 +89,13 @@ class Captions:
         """Captions -> (B, length) int64 ids of tokens, padded at the end.
 
         Raises:
-            ValueError: an empty caption, one of which the cleaning leaves nothing, or no tokenizer
+            ValueError: an empty caption, one of which the cleaning leaves nothing, one that is no text, or no tokenizer
         """
+        for prompt in prompts:
+            try:
+                prompt.encode()
+            except (AttributeError, UnicodeEncodeError) as error:
+                raise ValueError(f"a prompt must be text that UTF-8 can write, got {prompt!r}") from error
         captions = [cleaned(prompt) for prompt in prompts]
         for prompt, caption in zip(prompts, captions):
             if not caption:

@@ -1,7 +1,7 @@
 """What a published checkpoint holds: it is found from the names and shapes of its tensors."""
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +12,19 @@ from ..models.kl_vae import KL, KLConfig
 from ..models.llamagen import GPT, GPTConfig
 from ..models.mar import MAR, MARConfig
 from ..models.vq import VQ, VQConfig
-from .checkpoint import CheckpointError
+from .checkpoint import SHOWN, CheckpointError
 from .sources import CODES, Lazy, SourceFile
 
-UNREAD = re.compile(r"^loss\.|freqs_cis$|inv_freq$|causal_mask$|_cache$|codebook_used$")  # nor do the releases read it
+UNREAD = re.compile(r"^loss\.|^n_averaged$|(freqs_cis|inv_freq|causal_mask|_cache|codebook_used)$")  # nor by releases
 GROUPS = 32          # the published tokenizers' group norms have 32 groups; no tensor's shape says it
-SHOWN = 5            # names of missing tensors in an error
+KINDS = {            # what is in the names of a model's tensors
+    "gpt": (r"layers\.\d+\.attention\.",),
+    "split": (r"model\.layers\.\d+\.self_attn\.", r"model\.cls_embedding\."),  # LANTERN's copy of a GPT
+    "eagle": (r"layers\.0\.self_attn\.", r"fc\."),
+    "mar": (r"(?:diffloss\.net|encoder_blocks)\.",),
+    "vq": (r"(?:en|de)coder\.conv_blocks\.",),
+    "kl": (r"(?:encoder\.down|decoder\.up)\.\d+\.block\.",),
+}
 SPLIT_NAMES = {      # LANTERN's names of a GPT's tensors, which are Hugging Face's; q, k and v are joined besides
     r"^model\.embed_tokens\.": "tok_embeddings.", r"^lm_head\.": "output.", r"^model\.": "",
     r"\.self_attn\.o_proj\.": ".attention.wo.", r"\.mlp\.gate_proj\.": ".feed_forward.w1.",
@@ -63,32 +70,47 @@ class Recognized:
                                       f"{str(source.tensors[name].dtype)[6:]}")
 
 
-def recognized(source: SourceFile, heads: int | None) -> Recognized:
-    """What a source holds. CheckpointError if it is nothing that is known, or not all of it."""
+def kinds_of(names: Iterable[str]) -> list[tuple[str, str]]:
+    """What stands before the names of each model in a source, "" in a published one, and the model's kind."""
+    found = []
+    for kind, patterns in KINDS.items():
+        before = [{match[1] for name in names if (match := re.match(rf"((?:[^.]+\.)*?){pattern}", name))}
+                  for pattern in patterns]
+        found += [(prefix, kind) for prefix in sorted(set.intersection(*before))
+                  if kind != "kl" or not any(name.startswith(f"{prefix}quantize.") for name in names)]
+    return found
+
+
+def recognized(source: SourceFile, heads: int | None, say: Callable[[str], None] = lambda line: None) -> Recognized:
+    """What a source holds. CheckpointError if it is nothing that is known, or not all of it, or several models.
+
+    What stands before all names of the model, as Lightning's "model.", is taken off. `say` is told what is left out.
+    """
     tensors = source.tensors
-
-    def has(pattern):
-        return any(re.match(pattern, name) for name in tensors)
-
     if len(tensors) == 1 and (table := next(iter(tensors.values()))) and not table.dtype.is_floating_point:
         return recognized_table(source, table)
-    if has(r"layers\.\d+\.attention\."):
-        return recognized_gpt(source, heads)
-    if has(r"model\.layers\.\d+\.self_attn\.") and has(r"model\.cls_embedding\."):
+    if not (found := kinds_of(tensors)):
+        names = ", ".join(list(tensors)[:SHOWN]) or "no tensors"
+        raise CheckpointError(f"{source.path} is of no known model: it holds {names}; known are LlamaGen's GPT and "
+                              "tokenizer, LANTERN's copy of the GPT, its draft models and its tables, MAR and KL-16")
+    prefix, kind = min(found, key=lambda pair: pair[0] != "")
+    if prefix and len(found) > 1:
+        raise CheckpointError(f"{source.path} must hold one model, got several, whose names begin with "
+                              f"{' and '.join(dict.fromkeys(prefix for prefix, _ in found))}; save one of them alone")
+    source.tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    if left := [name for name in tensors if not name.startswith(prefix)]:
+        say(f"{source.path}: took the tensors whose names begin with {prefix}, and left out {len(left)} others: "
+            + ", ".join(left[:SHOWN]))
+    if kind == "split":
         source.tensors = joined(source)
+    if kind in ("gpt", "split"):
         return recognized_gpt(source, heads)
-    if has(r"layers\.0\.self_attn\.") and has(r"fc\."):
+    if kind == "eagle":
         width, vocabulary = source.width("fc.weight"), source.width("embed_tokens.weight")
         return Recognized("eagle", source, f"LANTERN's EAGLE head, width {width}, for {vocabulary} codes")
-    if has(r"diffloss\.net\.|encoder_blocks\."):
+    if kind == "mar":
         return recognized_mar(source, heads)
-    if has(r"(en|de)coder\.conv_blocks\."):
-        return recognized_vq(source)
-    if has(r"encoder\.down\.\d+\.block\.|decoder\.up\.\d+\.block\.") and not has(r"quantize\."):
-        return recognized_kl(source)
-    names = ", ".join(list(tensors)[:SHOWN]) or "no tensors"
-    raise CheckpointError(f"{source.path} is of no known model: it holds {names}; known are LlamaGen's GPT and "
-                          "tokenizer, LANTERN's copy of the GPT, its draft models and its tables, MAR and KL-16")
+    return recognized_vq(source) if kind == "vq" else recognized_kl(source)
 
 
 def size_of(source: SourceFile, sizes: dict, layers: int, dim: int, heads: int | None) -> tuple[str, int]:

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..files import first_line
-from .checkpoint import CheckpointError, read_state, tensors_of
+from .checkpoint import CheckpointError, read_state, tensors_of, unwrapped
 
 CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
          torch.int32: "I32", torch.int16: "I16", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL"}
@@ -66,8 +66,8 @@ class SourceFile:
         return max(numbers, default=-1) + 1
 
 
-def open_source(path: Path) -> SourceFile:
-    """The tensors of a file or folder, none of them read yet."""
+def open_source(path: Path, say: Callable[[str], None] = lambda line: None) -> SourceFile:
+    """The tensors of a file or folder, none of them read yet. `say` is told what was taken of several."""
     if not path.exists():
         raise CheckpointError(f"source {path} does not exist")
     folder, files = (path, files_of(path)) if path.is_dir() else (path.parent, [path])
@@ -75,10 +75,13 @@ def open_source(path: Path) -> SourceFile:
         files = files_of(folder, path)
     tensors = {}
     for file in files:
-        tensors |= open_file(file)
-    prefixes = ("module.", "_orig_mod.")  # PyTorch's wrappers of models add them
-    while tensors and any(all(name.startswith(prefix) for name in tensors) for prefix in prefixes):
-        tensors = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
+        tensors |= open_file(file, say)
+    names = {}
+    for name in tensors:
+        if (other := names.setdefault(unwrapped(name), name)) != name:
+            raise CheckpointError(f"{path} holds {other} and {name}, which are one tensor's names but for those of "
+                                  "PyTorch's wrappers; remove one of them")
+    tensors = {name: tensors[wrapped] for name, wrapped in names.items()}
     config = {}
     if path.is_dir() or path.name.startswith(("model", "pytorch_model")):
         try:
@@ -103,7 +106,7 @@ def files_of(folder: Path, index: Path | None = None) -> list[Path]:
     raise CheckpointError(f"source {folder} must be a file, or a folder with model.safetensors or pytorch_model.bin")
 
 
-def open_file(path: Path) -> dict[str, Lazy]:
+def open_file(path: Path, say: Callable[[str], None] = lambda line: None) -> dict[str, Lazy]:
     """The tensors of a file: safetensors, NumPy's, or PyTorch's, of which no code is run."""
     if not path.is_file():
         raise CheckpointError(f"checkpoint {path} does not exist")
@@ -133,7 +136,7 @@ def open_file(path: Path) -> dict[str, Lazy]:
     state = read_state(path)
     if isinstance(state, Tensor):
         return {"table": Lazy.of(state)}
-    return {name: Lazy.of(tensor) for name, tensor in tensors_of(state, path).items()}
+    return {name: Lazy.of(tensor) for name, tensor in tensors_of(state, path, say).items()}
 
 
 def write_lazy_tensors(path: Path, tensors: dict[str, Lazy], progress: Callable[[int], None]) -> None:
