@@ -70,7 +70,8 @@ class ImageModel:
         """
         model, grid = unwrapped(model), whole_numbers(grid)
         self.model, self.vqmodel, self.embed = model, vqmodel, model.get_input_embeddings()
-        self.decoder = model.get_decoder() if decoder is None else decoder
+        decoder = model.get_decoder() if decoder is None else decoder
+        self.decoder = model.base_model if decoder is model else decoder  # of GPT-2 in transformers 4
         self.config = self.decoder.config
         has_cache = "cache" in inspect.signature(self.decoder.forward).parameters  # from transformers 5.24 on
         self.cache_name = "cache" if has_cache else "past_key_values"

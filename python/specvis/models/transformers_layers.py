@@ -16,6 +16,8 @@ PACKABLE = {"ModuleList", "Linear", "Dropout", "SiLU", "SiLUActivation", "Chamel
 class SlotCache(Cache):
     """Keys and values of R rows, as transformers asks for them; each read says in which columns to keep its own."""
 
+    is_compileable = False
+
     def begin_read(self, slots: Tensor, columns: int) -> None:
         """slots (R, N) int64: where the next entries are. They may see the first `columns` columns."""
         self.slots, self.num_columns = self.flat_slots(slots), columns
