@@ -4,7 +4,8 @@ import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-TESTED = {"transformers": ("4.57.6", "5.23.0", "5.24.0"), "vllm": ("0.33.0",), "sglang": ("0.5.23",)}
+TESTED = {"transformers": ("4.57.6", "5.19.0", "5.20.2", "5.23.0", "5.24.0"), "vllm": ("0.33.0",),
+          "sglang": ("0.5.23",)}
 
 
 def installed(decoder: str) -> str | None:
