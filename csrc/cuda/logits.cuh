@@ -81,7 +81,16 @@ struct Packs {
   __device__ int count() const { return (last - base + kWide - 1) / kWide; }
   __device__ int id(int pack) const { return base + pack * kWide; }
   __device__ bool has(int id) const { return id >= first && id < last; }
-  __device__ bool is_masked(int id) const { return entry(cond, id) <= mask_of(type); }
+  // Whether the model has masked all ids, each warp for itself: of most rows the first ids say that it has not.
+  __device__ bool all_masked() const {
+    unsigned others = 0;
+#pragma unroll 1
+    for (int id = first; id < last && !others; id += kWarp) {
+      const int own = min(id + static_cast<int>(lane()), last - 1);
+      others = __ballot_sync(kAllLanes, !(entry(cond, own) <= mask_of(type)));
+    }
+    return !others;
+  }
   __device__ bool is_whole(int pack) const { return id(pack) >= first && id(pack) + kWide <= last; }
 
   // Reads some packs, each `step` after the one before. Calls use(p, x) with the logits of the p-th, and returns a bit

@@ -43,6 +43,7 @@ def build(sources, library: Path, *flags: str, trace: bool = False, others=()) -
 
     def object_of(source: Path) -> Path:
         target = library.parent / (source.name + ".o")
+        made = target.with_suffix(".made")  # whole or not at all
         includes = target.with_suffix(".d")  # what the compiler read of ours the last time, as a rule of make;
         # in a copy of a build folder these are files elsewhere, so the source itself counts too
         rule = includes.read_text() if includes.exists() else ""
@@ -50,9 +51,9 @@ def build(sources, library: Path, *flags: str, trace: bool = False, others=()) -
         if not known or not all(map(Path.exists, known)) or not newer(target, [Path(__file__), source, *known]):
             traced = [] if not trace else TRACE if source.suffix == ".cu" else ["-DCUDA_ON_CPU_TRACE"]
             subprocess.run([compiler, *FLAGS, *flags, *traced, "-MMD", "-MF", includes, "-x", "c++", "-c", source,
-                            "-o", target, "-isystem", torch_folder / "include",
+                            "-o", made, "-isystem", torch_folder / "include",
                             "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"], check=True)
-            subprocess.run(["objcopy", "--rename-section", ".noinit=specvis_shared", target], check=True)
+            subprocess.run(["objcopy", "--rename-section", ".noinit=specvis_shared", made, target], check=True)
         return target
 
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
