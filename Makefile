@@ -24,13 +24,16 @@ SITE := "import sysconfig; print(sysconfig.get_path('purelib'))"
 MINUTES ?= 10
 SEED ?= 0
 VERSION ?= 4.57.6
+SERVERS := $(VENV)/servers
+WHEELS := "from specvis_kernels.compat._versions import TESTED; \
+	print(*(f'{server}=={TESTED[server][-1]}' for server in ('vllm', 'sglang')))"
 CLANG_FORMAT := $(VENV)/bin/clang-format csrc/*/*.* csrc/*/*/*.* tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.c* \
 	benchmarks/*.cu
 # Where this is set, every process compiles torch anew: twice the time of an import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install cuda test test-all test-transformers constraints lint format demo compare bench sass bounds tables fuzz \
-	gpu hub clean
+.PHONY: install cuda test test-all test-transformers test-servers constraints lint format demo compare bench sass \
+	bounds tables fuzz gpu hub clean
 
 install: $(VENV)/installed
 
@@ -44,9 +47,17 @@ test-transformers: $(VENV)/installed  # what uses transformers, with its VERSION
 	sed -E '/^(transformers|huggingface_hub|tokenizers)==/d' $(VENV)/constraints.txt > $(VENV)/constraints-$(VERSION).txt
 	$(PIP) install -q --upgrade --target $(VENV)/transformers-$(VERSION) -c $(VENV)/constraints-$(VERSION).txt \
 		transformers==$(VERSION)
-	PYTHONPATH=$(VENV)/transformers-$(VERSION) $(PYTEST) tests/compat/test_transformers.py \
+	PYTHONPATH=$(VENV)/transformers-$(VERSION) $(PYTEST) tests/compat/test_transformers.py tests/compat/test_hosts.py \
 		tests/models/test_transformers.py tests/test_examples.py tests/test_documents.py tests/laws/test_docstrings.py \
-		-k "transformers or use_it or families"
+		-k "transformers or hosts or use_it or families"
+
+test-servers: $(VENV)/installed  # the plugins in the servers' own classes: tested wheels of vLLM and SGLang, 375 MB
+	rm -rf $(SERVERS)
+	$(PIP) download -q --no-deps --only-binary :all: -d $(SERVERS)/wheels $$($(VENV)/bin/python -c $(WHEELS))
+	for wheel in $(SERVERS)/wheels/*; do unzip -q $$wheel "*.py" "*.cuh" "*/METADATA" -d $(SERVERS) || exit 1; done
+	$(PIP) install -q --no-compile --no-deps --target $(SERVERS) dill msgspec
+	SPECVIS_UNPACKED=1 VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(SERVERS) $(PYTEST) --dist loadfile \
+		tests/compat/test_vllm_plugin.py tests/compat/test_sglang_plugin.py
 
 constraints:  # constraints.txt anew: the newest of everything, and the tests with it
 	$(MAKE) install CONSTRAINTS=

@@ -1,11 +1,22 @@
 """Folders like vLLM 0.33.0 and SGLang 0.5.23, with the modules and signatures that the plugins meet, and no more.
 
-Where the packages themselves are installed, tests/compat/test_vllm_plugin.py runs vLLM's own classes instead.
+Where the packages themselves are installed, the tests of the plugins run the servers' own classes too. Of unpacked
+wheels (`make test-servers` sets SPECVIS_UNPACKED=1) their files in Python run, and what these import without calling
+it in a test may be absent.
 """
+import os
 import re
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+UNPACKED = os.environ.get("SPECVIS_UNPACKED") == "1"
+UNCALLED = set("""
+    IPython aiohttp cachetools cbor2 cloudpickle compressed_tensors einops fastapi gguf llguidance openai openai_harmony
+    orjson partial_json_parser prometheus_client psutil pybase64 sentencepiece starlette torchvision tvm_ffi uvloop
+    xgrammar zmq""".split())
 SAMPLER = "tree_speculative_sampling_target_only"
 VLLM = {
     "plugins/__init__.py": """
@@ -201,6 +212,46 @@ def _verify_uses_greedy(*, is_all_greedy, is_cpu, is_hip, is_xpu, use_rejection_
     return is_all_greedy or is_cpu or is_xpu or (is_hip and not use_rejection_sampling)
 """,
 }
+
+
+class Names(type):
+    """Of a class whose attributes are more such classes, by any name."""
+
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Names(name, (Anything,), {})
+
+
+class Anything(metaclass=Names):
+    """What an absent module defines: a base class, or a type in annotations and in pydantic's fields."""
+
+    def __init_subclass__(cls, **named):
+        pass
+
+    def __class_getitem__(cls, item):
+        return cls
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source, handler):
+        return {"type": "any"}
+
+
+class Uncalled(MetaPathFinder, Loader):
+    """Finds UNCALLED where nothing else does."""
+
+    def find_spec(self, name, path=None, target=None):
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in UNCALLED else None
+
+    def exec_module(self, module):
+        module.__getattr__ = Anything.__getattr__
+
+
+if UNPACKED:
+    from transformers.utils import is_torchvision_available
+
+    is_torchvision_available()  # transformers asks once, and then does without
+    sys.meta_path.append(Uncalled())
 
 
 def write(folder: Path, packages: tuple[str, ...] = ("vllm", "sglang")) -> Path:

@@ -40,6 +40,8 @@ def vllm(request, tmp_path, monkeypatch):
             monkeypatch.setattr(place, name, place.__dict__[name])
         place, name = place_of("vllm", "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens")
         monkeypatch.setattr(place, name, expand_batch_to_tokens)
+        if servers.UNPACKED:  # without vLLM's compiled operators for CPUs
+            monkeypatch.setattr(torch.ops._C, "greedy_argmax", lambda logits: logits.argmax(-1), raising=False)
     monkeypatch.setattr(ours, "_draws", ours._TargetDraws())
     ours.register.cache_clear()
     yield monkeypatch
