@@ -38,7 +38,7 @@ def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float
     of -inf has probability 0, whatever the guidance. If only `uncond` is -inf, the row is invalid.
 
     Models of transformers mask an id by the least finite number of their dtype. Beside others it has probability 0. A
-    row that has nothing else in `logits` is invalid: the model says nothing about these ids.
+    row that has nothing else in `logits` is invalid, even a forced one: the model says nothing about these ids.
 
     (Ho and Salimans, arXiv:2207.12598; the order of the filters is LlamaGen's, arXiv:2406.06525.)
 

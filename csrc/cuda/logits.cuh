@@ -81,15 +81,16 @@ struct Packs {
   __device__ int count() const { return (last - base + kWide - 1) / kWide; }
   __device__ int id(int pack) const { return base + pack * kWide; }
   __device__ bool has(int id) const { return id >= first && id < last; }
-  // Whether the model has masked all ids, each warp for itself: of most rows the first ids say that it has not.
+  // Whether the model has masked all ids, each warp for itself: of most rows the first id says that it has not.
   __device__ bool all_masked() const {
-    unsigned others = 0;
+    bool are_masked = true;
+    int step = 0;  // all lanes look at one id, then each at its own
 #pragma unroll 1
-    for (int id = first; id < last && !others; id += kWarp) {
-      const int own = min(id + static_cast<int>(lane()), last - 1);
-      others = __ballot_sync(kAllLanes, !(entry(cond, own) <= mask_of(type)));
+    for (int id = first; id < last && are_masked; id += step ? kWarp : 1, step = 1) {
+      const int own = min(id + step * static_cast<int>(lane()), last - 1);
+      are_masked = __ballot_sync(kAllLanes, !(entry(cond, own) <= mask_of(type))) == 0;
     }
-    return !others;
+    return are_masked;
   }
   __device__ bool is_whole(int pack) const { return id(pack) >= first && id(pack) + kWide <= last; }
 
