@@ -11,6 +11,7 @@ from ._versions import is_older, versions
 MASKED = ("sdpa", "eager")  # attention of transformers that takes a mask of four dimensions
 FULL = {"full_attention", "global", "attention"}  # kinds of layers that see all tokens before them
 POSITIONS = ("wpe", "embed_positions", "position_embeddings", "positions_embed")  # tables of learned positions
+WITHOUT = ("imagegpt", "openai-gpt")  # families that have no cache, or that take any mask for padding
 FIRST_RIGHT_CHECKPOINTING = 5, 24  # before it, a model in training mode that checkpoints reads its cache wrongly
 
 
@@ -32,7 +33,8 @@ def unwrapped(model):
     return model
 
 
-def check_model(model: nn.Module, config, length: int, attention: tuple[str, ...] = MASKED) -> None:
+def check_model(model: nn.Module, config, length: int, attention: tuple[str, ...] = MASKED,
+                whole: nn.Module | None = None) -> None:
     """Raise ValueError unless the tokens of a tree have the logits of their paths.
 
     Args:
@@ -40,6 +42,7 @@ def check_model(model: nn.Module, config, length: int, attention: tuple[str, ...
         config:    of its language model
         length:    how many tokens the prompt and the new ones are together
         attention: which implementations will do
+        whole:     the model around the decoder, with the head
     """
     def refuse(is_wrong, what: str, got: str, way_out: str) -> None:
         if is_wrong:
@@ -49,13 +52,18 @@ def check_model(model: nn.Module, config, length: int, attention: tuple[str, ...
         raise ValueError(f"transformers must be 4.57 or newer ({versions('transformers')})")
     refuse(getattr(config, "is_encoder_decoder", False), "be a causal language model", type(model).__name__,
            "an encoder reads a prompt of its own")
-    refuse("position_ids" not in inspect.signature(model.forward).parameters, "take position_ids", type(model).__name__,
+    family = type(model).__name__
+    refuse("position_ids" not in inspect.signature(model.forward).parameters, "take position_ids", family,
            "guesses have positions of their own")
+    refuse(config.model_type in WITHOUT, "take a cache and a mask of four dimensions", family,
+           "its own generate reads it")
+    refuse(any(vars(module).get("is_decoder") is False for module in model.modules()), "read from left to right",
+           f"{family} with is_decoder=False", "an encoder sees what follows")
     name = getattr(config, "_attn_implementation", None)
     refuse(name not in attention, f"have the attention {' or '.join(MASKED)}, which take a mask of a draft tree",
            repr(name), f"from_pretrained(.., attn_implementation={MASKED[0]!r})")
     check_layers(model, config, length, refuse)
-    check_mode(model, config, refuse)
+    check_mode(model if whole is None else whole, config, refuse)
 
 
 def check_layers(model, config, length: int, refuse) -> None:
@@ -68,6 +76,11 @@ def check_layers(model, config, length: int, refuse) -> None:
     partial = partial or ["recurrent layers"] * getattr(model, "_is_stateful", False)
     refuse(partial, "have full attention in every layer", ", ".join(partial),
            f"prompt and image have {length} tokens: its own generate reads them")
+    kept = getattr(config, "keep_window_size", None) or length
+    refuse(kept < length, "see every token", f"keep_window_size={kept}", f"prompt and image have {length} tokens")
+    scale = getattr(config, "floor_scale", 0) if getattr(config, "attn_temperature_tuning", False) else length
+    refuse(scale < length, "attend alike at every length", f"attn_temperature_tuning from {scale} tokens on",
+           f"prompt and image have {length} tokens")
     refuse(getattr(config, "alibi", False), "take its positions from position_ids", "alibi=True", "it counts columns")
     for limit, kind in frequencies(config):
         refuse(length > limit, f"have the same rotary embeddings at every length up to the {length} tokens of prompt "

@@ -17,6 +17,11 @@ CACHE_NAMES = ("cache", "past_key_values")  # from transformers 5.24 on; before 
 READ = ("attention_mask", "position_ids", "cache_position", *CACHE_NAMES)
 CHANGE_NO_TOKEN = ("use_cache", "logits_to_keep")  # whether `generate` keeps a cache, and how many rows it asks for
 GLM_IMAGE_KWARGS = ("image_grid_thw", "images_per_sample")
+# what a generation config asks logits processors for, which a direct call has not, and the values by which it does not
+NO_PROCESSORS = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "min_length": 0,
+                 "min_new_tokens": None, "suppress_tokens": None, "begin_suppress_tokens": None, "min_p": None,
+                 "forced_bos_token_id": None, "forced_eos_token_id": None, "sequence_bias": None, "guidance_scale": 1,
+                 "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -62,10 +67,17 @@ class Asked:
         self.refuse(others, f"knows temperature, top_k and top_p alone, got {', '.join(others)}: give guidance and "
                             "id_range to the function, and leave other logits processors out")
         self.refuse((config.num_beams or 1) != 1, f"needs num_beams=1, got {config.num_beams}")
+        mode = config.get_generation_mode().value
+        self.refuse(mode not in ("greedy_search", "sample", "assisted_generation"),
+                    f"needs greedy decoding or sampling, got {mode} by the generation config")
+        if processors is None:  # not called by `generate`, which makes them
+            asked = {name for name, off in NO_PROCESSORS.items() if getattr(config, name, off) not in (off, None)}
+            self.refuse(asked, f"needs generate, which makes logits processors, for {', '.join(sorted(asked))}")
 
     def read_ends(self, input_ids, criteria, config) -> int:
         """Sets the tokens and criteria that end a request; returns the length at which all end."""
-        self.criteria, lengths, ends = [], [config.max_length or input_ids.shape[1] + 20], config.eos_token_id
+        S, new = input_ids.shape[1], None if criteria is not None else config.max_new_tokens  # else a criterion has it
+        self.criteria, lengths, ends = [], [S + new if new else config.max_length or S + 20], config.eos_token_id
         ends = [] if ends is None else torch.as_tensor(ends).flatten().tolist()
         self.pad = config.pad_token_id if config.pad_token_id is not None else ends[0] if ends else 0
         for criterion in criteria or ():
@@ -111,7 +123,7 @@ class Asked:
             for given in (kwargs.get(name), made.get(name)):
                 self.refuse(given is not None and (given.shape[-1] != S or not (
                     (given == wanted) | (is_real == 0)).all()), f"needs {name} that count the ids of attention_mask "
-                    f"from 0 on, got others: leave {name} out")
+                    f"(0 or 1) from 0 on, got others: leave {name} out")
 
     def read_grids(self, input_ids, config, image_grid_thw=None, images_per_sample=None, **_) -> Tensor:
         """The positions of GLM-Image's new tokens, counted from the prompts' ends: (3, B, L)."""
@@ -173,7 +185,7 @@ class Target:
         self.model, self.cache_name = model, cache_name(model)
         self.keeps_logits, self.num_forwards = asked.keeps_logits, 0
         self.batch, (B, S) = len(input_ids), input_ids.shape
-        ids, is_real = input_ids, torch.ones_like(input_ids, dtype=torch.bool)
+        ids, is_real, both = input_ids, torch.ones_like(input_ids, dtype=torch.bool), S
         if asked.attention_mask is not None:
             is_real = asked.attention_mask != 0
         if unconditional_ids is not None:
@@ -189,6 +201,11 @@ class Target:
                                        torch.nn.functional.pad(b.repeat_interleave(B // R, 0), (both - width, 0))])
                             for a, b in ((ids, unconditional_ids), (is_real, mask != 0)))
         self.ids, self.is_real, self.prefix_len = ids, is_real, ids.shape[1]
+        for name, mask in (("attention_mask", is_real[:self.batch]), ("unconditional_mask", is_real[self.batch:])):
+            if not mask[:, -1].all():
+                raise ValueError(f"{name} must be padded on the left, got one that ends with 0")
+        if both > S:  # else it was asked already
+            check_model(model, model.config.get_text_config(decoder=True), both + asked.max_tokens)
         self.axes, self.num_real = asked.axes, is_real.sum(1, keepdim=True)
         self.last_read = max(asked.max_tokens - 2, 0)  # of the new tokens: nothing follows the last one
         self.cache = _cache_class()(len(ids), self.prefix_len + asked.max_tokens + num_nodes)

@@ -65,6 +65,10 @@ LONG = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     ("GPTNeo", SIZE | {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
      "full attention in every layer, got local"),
     ("Mamba", SIZE, "model must take position_ids, got Mamba"),
+    ("Doge", LLAMA | {"keep_window_size": 26}, "must see every token, got keep_window_size=26"),
+    ("Llama", LLAMA | {"attn_temperature_tuning": True, "floor_scale": 26}, "attn_temperature_tuning from 26 tokens"),
+    ("OpenAIGPT", GPT2 | {"n_positions": 64}, "take a cache and a mask of four dimensions, got OpenAIGPT"),
+    ("Bert", SIZE | {"intermediate_size": 64}, "must read from left to right, got Bert.* with is_decoder=False"),
     ("Falcon", SIZE | {"alibi": True}, "take its positions from position_ids, got alibi=True"),
     ("Llama", rope("dynamic", 26), "rotary embeddings at every length up to the 27 .*, got 'dynamic' .* after 26"),
     ("Llama", rope("longrope", 64, original_max_position_embeddings=26, **LONG), "got 'longrope' ones, .* after 26"),
@@ -107,6 +111,10 @@ def test_a_model_that_just_fits(family, config):
 def test_layers_are_asked_at_every_decoding():
     model = model_of("Llama", **LLAMA)
     target, own = target_of(model), by_generate(model)
+    model.lm_head = torch.nn.Sequential(model.lm_head, torch.nn.Dropout(0.1)).train()
+    with pytest.raises(ValueError, match=r"got training mode with Dropout\(0.1\)"):
+        image_of(target, decode)
+    model.lm_head = model.lm_head[0].eval()
     for name, value, message in (("attention_dropout", 0.1, "training mode with attention_dropout=0.1"),
                                  ("layer_types", ["full_attention", "linear_attention"], "got linear_attention")):
         old = getattr(model.config, name, None)
@@ -129,6 +137,15 @@ def test_layers_are_asked_at_every_decoding():
     model.train()
     with pytest.raises(ValueError, match=r"got training mode with Dropout\(0.2\) .call model.eval"):
         image_of(target, decode)
+
+
+def test_an_adapter_on_the_embedding_is_read():
+    model = model_of("Llama", **LLAMA)
+    target, before = target_of(model), images_of(model)[0]
+    model.set_input_embeddings(torch.nn.Sequential(model.get_input_embeddings(), torch.nn.Linear(64, 64)))
+    model.get_input_embeddings().weight = model.get_input_embeddings()[0].weight
+    own = by_generate(model, prefix_allowed_tokens_fn=lambda *_: list(range(10, 40)))[:, 7:] - 10
+    assert torch.equal(image_of(target, decode), own) and not torch.equal(own, before)
 
 
 def test_a_head_whose_logits_are_changed_is_not_read_alone():
@@ -229,6 +246,33 @@ def test_positions_of_the_callers_own_are_refused(family):
             jacobi_generate(model, PROMPT, **{name: value})
 
 
+@pytest.mark.parametrize("options, message", [
+    (dict(attention_mask=torch.tensor([[1, 1, 1, 1, 1, 1, 0]])), "attention_mask must be padded on the left, got one"),
+    (dict(unconditional_ids=torch.tensor([[1, 7]]), unconditional_mask=torch.tensor([[1, 0]]), guidance=2.0),
+     "unconditional_mask must be padded on the left"),
+    (dict(penalty_alpha=0.6, top_k=4), "needs greedy decoding or sampling, got contrastive_search"),
+])
+def test_what_a_call_asks_for_is_done_or_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        by_generate(model_of("Llama", **LLAMA), custom_generate=jacobi_generate, **options)
+
+
+def test_a_call_without_generate_reads_the_config_or_refuses():
+    model, config = model_of("Llama", **LLAMA), transformers.GenerationConfig
+    assert jacobi_generate(model, PROMPT, generation_config=config(max_new_tokens=5)).shape == (1, 12)
+    with pytest.raises(ValueError, match="generate, which makes logits processors, for min_p, repetition_penalty"):
+        jacobi_generate(model, PROMPT, generation_config=config(min_p=0.1, repetition_penalty=1.5))
+
+
+def test_unconditional_prompts_count_as_prompts():
+    """The longer of the two decides whether a table or a window is long enough."""
+    rest = dict(custom_generate=jacobi_generate, guidance=2.0)
+    model = model_of("GPT2", **GPT2, n_positions=28)
+    assert by_generate(model, **rest, unconditional_ids=torch.ones(1, 9, dtype=torch.int64)).shape == (1, 27)
+    with pytest.raises(ValueError, match="for the 29 tokens that are read, got a table of 28"):
+        by_generate(model, **rest, unconditional_ids=torch.ones(1, 10, dtype=torch.int64))
+
+
 class Wrapper(torch.nn.Module):
     """What peft puts around a model whose layers have adapters, or before which virtual tokens stand."""
 
@@ -316,6 +360,9 @@ def test_padding_without_a_mask_and_ids_of_no_word():
         with pytest.raises(ValueError, match="attention_mask must be given with padded prompts.* got None and .* 0"):
             target.condition(ids)
     assert target.condition(padded, padded != 0)[1].sum() == 8
+    for prompts in (padded[:, 1:], padded.tolist()):
+        with pytest.raises(ValueError, match=r"attention_mask must have the shape of prompts, .*, got \(2, 5\)"):
+            target.condition(prompts, padded != 0)
     for wrong in (64, -1):
         with pytest.raises(ValueError, match=rf"prompts must be within the vocabulary, \[0, 64\), got {wrong}"):
             target.condition([[1, wrong, 7]])

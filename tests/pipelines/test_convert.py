@@ -229,7 +229,8 @@ def test_of_several_models_in_a_file_none_is_guessed(models, files, tmp_path):
 @pytest.mark.parametrize("name, keys, taken", [
     ("vq", ("model", "ema"), "ema"), ("vq", ("ema",), "ema"), ("gpt", ("model", "ema"), "model"),
     ("gpt", ("ema",), "ema"), ("gpt", ("module", "model_ema"), "module"), ("eagle", ("ema", "module"), "module"),
-    ("kl", ("model", "ema"), "model"), ("mar", ("model", "model_ema"), "model_ema"), ("mar", ("model",), "model")])
+    ("kl", ("model", "ema"), "model"), ("mar", ("model", "model_ema"), "model_ema"), ("mar", ("model",), "model"),
+    ("gpt", ("model", "ema_params"), "model")])
 def test_which_weights_of_a_file_are_taken_is_said(models, tmp_path, name, keys, taken):
     key, weight = next(iter(models[name].state_dict().items()))
     torch.save({each: {f"module.{name}": value + (each == taken) for name, value in models[name].state_dict().items()}

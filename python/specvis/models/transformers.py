@@ -69,7 +69,7 @@ class ImageModel:
                 there twice, a size is below 1, or null_prompt is empty or longer than prefix_len
         """
         model, grid = unwrapped(model), whole_numbers(grid)
-        self.model, self.vqmodel, self.embed = model, vqmodel, model.get_input_embeddings()
+        self.model, self.vqmodel = model, vqmodel
         decoder = model.get_decoder() if decoder is None else decoder
         self.decoder = model.base_model if decoder is model else decoder  # of GPT-2 in transformers 4
         self.config = self.decoder.config
@@ -99,8 +99,13 @@ class ImageModel:
         if type(self) is ImageModel:
             self.check_head()
 
+    @property
+    def embed(self) -> nn.Module:
+        return self.model.get_input_embeddings()  # an adapter may have been added
+
     def check_model(self) -> None:
-        check_model(self.decoder, self.config, self.prefix_len + num_tokens(self), (*MASKED, TREE_ATTENTION))
+        check_model(self.decoder, self.config, self.prefix_len + num_tokens(self), (*MASKED, TREE_ATTENTION),
+                    self.model)
 
     @torch.no_grad()
     def check_head(self) -> None:
@@ -108,7 +113,12 @@ class ImageModel:
         ids, is_real = self.null_prompt
         ids, last = ids[is_real][None], self.ids[:self.num_codes]
         own = self.model(input_ids=ids).logits[:, -1:, last].float()
-        ours = self.code_logits(self.decoder(input_ids=ids).last_hidden_state[:, -1:]).float()
+        if not own.isfinite().all():
+            raise ValueError("model must give finite logits, got NaN or infinite ones for null_prompt")
+        try:
+            ours = self.code_logits(self.decoder(input_ids=ids).last_hidden_state[:, -1:]).float()
+        except RuntimeError:  # something stands between the two
+            ours = torch.full_like(own, torch.nan)
         if not (ours - own).abs().max() <= max(1e-4, 4 * torch.finfo(self.embed.weight.dtype).eps) * own.abs().max():
             raise ValueError("model must give the logits of its head as they are, got a "
                              f"{type(self.model).__name__}, which changes them (jacobi_generate reads what it gives; "
@@ -199,6 +209,9 @@ class ImageModel:
             ValueError: a prompt is empty or has more than S ids or one outside of the vocabulary, is padded without an
                 attention_mask, or does not end with what begins an image of this size, where that is known
         """
+        if attention_mask is not None and getattr(prompts, "shape", None) != attention_mask.shape:
+            raise ValueError("attention_mask must have the shape of prompts, "
+                             f"{tuple(getattr(prompts, 'shape', ()))}, got {tuple(attention_mask.shape)}")
         if isinstance(prompts, Tensor):
             is_real = torch.ones_like(prompts) if attention_mask is None else attention_mask
             pad = self.padding_id()

@@ -141,7 +141,9 @@ def tensors_of(state, path: str | Path, say: Callable[[str], None] = lambda line
         if not found:
             break
         is_averaged = any(AVERAGED.search(unwrapped(str(name))) for key in found for name in state[key])
-        taken, *others = sorted(found, key=lambda key: (key in AVERAGES) != is_averaged)
+        taken = min(found, key=lambda key: (key in AVERAGES) != is_averaged)
+        others = [key for key, value in state.items() if key != taken and isinstance(value, dict)
+                  and any(isinstance(tensor, Tensor) for tensor in value.values())]
         if others or taken in AVERAGES:
             say(f"{path}: took {taken!r}" + ", a moving average of the weights" * (taken in AVERAGES)
                 + f"; it also has {' and '.join(map(repr, others))}" * bool(others))

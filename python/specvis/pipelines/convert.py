@@ -197,7 +197,8 @@ def size_said(part: Recognized, stride: int) -> int | None:
 
 def sizes_named(path: Path) -> list[int]:
     """The pixels a side that a file's name says, as c2i_B_384.pt."""
-    return [int(size) for size in re.findall(rf"_({'|'.join(map(str, IMAGE_SIZES))})(?!\d)", path.name)]
+    sizes = "|".join(map(str, IMAGE_SIZES))
+    return [int(size) for size in re.findall(rf"[_-]({sizes})(?:px)?(?![0-9a-wyz])", path.name)]
 
 
 def check_text_encoder(folder: Path, config: GPTConfig) -> None:
