@@ -289,8 +289,8 @@ class GuidedProbsProcessor:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """(R, T) int64 and (R, V) -> (R / 2, V) float32, or (R, V)."""
         if self.doubled and len(scores) != 2 * len(input_ids):
-            raise ValueError(f"scores must have two rows for each of {len(input_ids)} prompts, with and without the "
-                             f"condition, got {len(scores)} (for a loop that does not double them: doubled=False)")
+            raise ValueError(f"scores must have two rows a prompt, with and without the condition, got {len(scores)} "
+                             f"for {len(input_ids)} prompts (for a loop that does not double them: doubled=False)")
         if scores.dtype == torch.float32:  # which transformers makes of a half model's scores, masked ids among them
             scores = scores.masked_fill(scores == torch.finfo(torch.float16).min, torch.finfo(torch.float32).min)
         cond, uncond = scores[:, None].chunk(2) if self.doubled else (scores[:, None], None)

@@ -4,7 +4,7 @@ import types
 import pytest
 import torch
 
-from specvis import Sampling, decode, jacobi_decode, method, speculative_decode
+from specvis import Pipeline, Sampling, decode, jacobi_decode, method, speculative_decode
 from specvis.decoding.draft_model import SmallDraftModel
 from specvis.decoding.sampling import cfg_inputs
 from specvis.models.transformers import Emu3, ImageModel, JanusPro, anole, lumina_mgpt
@@ -152,6 +152,8 @@ def test_a_head_whose_logits_are_changed_is_not_read_alone():
     for family, more in (("Granite", {"logits_scaling": 8.0}), ("Gemma2", {"head_dim": 16, "sliding_window": 64})):
         with pytest.raises(ValueError, match=f"give the logits of its head as they are, got a {family}ForCausalLM"):
             target_of(model_of(family, **LLAMA | more))
+    with pytest.raises(ValueError, match="give the logits of its head as they are, got a CohereForCausalLM"):
+        ImageModel(model_of("Cohere", **LLAMA, logit_scale=0.5), range(10, 40), 7, (4, 5), [0])  # its embedding is 0
     with pytest.raises(ValueError, match="logits of its head as they are, got a ChameleonForConditionalGeneration"):
         target_of(chameleon_model(0))
 
@@ -198,8 +200,8 @@ def test_ids_that_a_forward_masks_are_reported(dtype):
 
 def test_a_loop_that_does_not_double_its_rows_is_told_so():
     model, two = model_of("Llama", **LLAMA), PROMPT.repeat(2, 1)
-    with pytest.raises(ValueError, match="scores must have two rows for each of 2 prompts, with and without the "
-                       r"condition, got 2 .for a loop that does not double them: doubled=False"):
+    with pytest.raises(ValueError, match="scores must have two rows a prompt, with and without the condition, got 2 for "
+                       "2 prompts .for a loop that does not double them: doubled=False"):
         model.generate(two, logits_processor=[GuidedProbsProcessor(3.0)], **RANDOM)
 
 
@@ -415,3 +417,5 @@ def test_decoded_tensors_may_be_saved_for_gradients():
         ((new[..., 0] - decoded.log_probs.full).exp() * decoded.log_probs.sampled).mean().backward()
         assert not decoded.tokens.is_inference() and target.model.lm_head.weight.grad is not None
     assert seen and not any(x.is_inference() for x in seen[0] if isinstance(x, torch.Tensor))
+    pipeline = Pipeline.load()
+    assert not pipeline.tokens(["noto red heart"], "jacobi:window=8", pipeline.sampling([1])).tokens.is_inference()

@@ -553,7 +553,7 @@ def test_the_processor_in_transformers_own_loops(model):
         GuidedProbsProcessor(id_range=torch.tensor([0, 5]), prompt_length=6)
     with pytest.raises(ValueError, match="prompt_length must be at most the 6 tokens that there are, got 7"):
         GuidedProbsProcessor(**one | dict(prompt_length=7))(PROMPTS, scores)
-    with pytest.raises(ValueError, match="scores must have two rows for each of 3 prompts, .* got 3 .for a loop"):
+    with pytest.raises(ValueError, match="scores must have two rows a prompt, .* got 3 for 3 prompts .for a loop"):
         GuidedProbsProcessor(3.0)(PROMPTS[:3], scores[:3])
 
 

@@ -111,7 +111,8 @@ class ImageModel:
     def check_head(self) -> None:
         """The logits of a prompt must be the head's: some models scale, cap or mask them, or change hidden states."""
         ids, is_real = self.null_prompt
-        ids, last = ids[is_real][None], self.ids[:self.num_codes]
+        last = self.ids[:self.num_codes]
+        ids = torch.cat([ids[is_real], last[:1]])[None]  # of padding alone all logits may be 0
         own = self.model(input_ids=ids).logits[:, -1:, last].float()
         if not own.isfinite().all():
             raise ValueError("model must give finite logits, got NaN or infinite ones for null_prompt")

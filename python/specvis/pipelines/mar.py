@@ -187,7 +187,7 @@ class MARPair(nn.Module):
         prompts = [with_style(prompt, self.prompts.styles) for prompt in prompts]
         return self.prompts.source(prompts, self.device, self.mar.mask_token.dtype)[0]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def tokens(self, prompts: list[str], method: str | ContinuousMethod, sampling: ContinuousSampling,
                progress: Progress | None = None, known: KnownTokens | None = None) -> ContinuousDecoded:
         """Decode the tokens of one image for each prompt, by a method or its name (see parse_method).
@@ -208,7 +208,7 @@ class MARPair(nn.Module):
         self.check(method)
         return continuous_decode(self.mar, self.mar_draft, self.features(prompts), sampling, method, progress, known)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def pictures(self, tokens: Tensor) -> list[Image.Image]:
         """Tokens (B, L, C) float32 of square images, on any device -> B pictures."""
         c = self.mar.config

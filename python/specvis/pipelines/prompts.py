@@ -106,7 +106,7 @@ class Captions:
         return self._tokenizer(captions, max_length=self.length, padding="max_length", truncation=True,
                                return_tensors="pt")["input_ids"]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def source(self, prompts: list[str], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """What `condition` takes: features (B, length, width) at the end of their places, zero before, and where.
 
