@@ -200,8 +200,8 @@ def test_ids_that_a_forward_masks_are_reported(dtype):
 
 def test_a_loop_that_does_not_double_its_rows_is_told_so():
     model, two = model_of("Llama", **LLAMA), PROMPT.repeat(2, 1)
-    with pytest.raises(ValueError, match="scores must have two rows a prompt, with and without the condition, got 2 for "
-                       "2 prompts .for a loop that does not double them: doubled=False"):
+    with pytest.raises(ValueError, match="scores must have two rows a prompt, with and without the condition, got 2 "
+                       "for 2 prompts .for a loop that does not double them: doubled=False"):
         model.generate(two, logits_processor=[GuidedProbsProcessor(3.0)], **RANDOM)
 
 
