@@ -35,7 +35,7 @@ class GuidedRow {
     const unsigned b = request_of(rows, r);
     const float temperature = rows.temperature[b], top_p = rows.top_p[b];
     const int32_t k = rows.top_k[b];
-    valid_ = range.valid && temperature >= 0 && !packs_.all_masked();
+    valid_ = range.valid && temperature >= 0;
     if (!valid_) return;
     const bool has_k = temperature != 0 && k > 0 && k < range.count;
     const bool has_p = temperature != 0 && top_p > 0 && top_p < 1;
@@ -173,6 +173,7 @@ class GuidedRow {
     best_ = float_of(static_cast<int32_t>(all.high ^ 0x80000000u));
     if (lane() == 0) shared_->least[warp()] = float_of(static_cast<int32_t>(all.low ^ 0x80000000u));
     __syncwarp();
+    valid_ = valid_ && !packs_.all_masked();
   }
 
   struct Bounds {

@@ -174,7 +174,6 @@ FEWER_LOADS = {  # a part of a kernel's name -> how many, and why
     "frontier": (0, "it reads scores, no rows"),
     "verify_by_seeds<Streamed>": (2, "the compiler has no registers for more"),
     "verify_logits<Streamed>": (3, "the compiler has no registers for more"),
-    "token_log_probs<Streamed>": (3, "the compiler has no registers for more"),
 }
 SPILLING = {"guided_probs<Held>": 16}  # bytes of a stack, so that a multiprocessor has registers for two blocks
 ROWS = {"couple_tokens", "draft_children", "draft_frontier", "draw_children", "draw_tokens", "expand_tree",
