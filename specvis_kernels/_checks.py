@@ -1,7 +1,7 @@
 """Checks of arguments: each op's public function calls them, and they say what is wrong with which argument."""
 import math
 import operator
-from numbers import Integral, Real
+from numbers import Integral, Rational, Real
 from string import ascii_lowercase
 
 import torch
@@ -21,6 +21,7 @@ def check(name: str, tensor: Tensor, dtype: torch.dtype | tuple, like: Tensor | 
     check("tokens", tokens, torch.int64, B=B, N=N) may say
     "tokens must be int64 (B=2, N=5), got int64 (2, 4)". With `may_be_one` its batch B may also be 1.
     """
+    check_dense(name, tensor)
     dtypes, shape = dtype if isinstance(dtype, tuple) else (dtype,), tuple(sizes.values())
     if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes or (
             tensor.shape != shape and not (may_be_one and tensor.shape == (1, *shape[1:]))):
@@ -34,12 +35,21 @@ def check(name: str, tensor: Tensor, dtype: torch.dtype | tuple, like: Tensor | 
         raise ValueError(f"{name} must be on {like.device} like the other tensors, got {tensor.device}")
 
 
+def check_dense(name: str, tensor: object) -> None:
+    """Raise ValueError if `tensor` is a sparse or nested tensor or MKL-DNN's: no shape or memory of these is as usual."""
+    if isinstance(tensor, Tensor) and (tensor.layout is not torch.strided or tensor.is_nested):
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise ValueError(f"{name} must be a dense tensor, got one that is {kind} (to_dense, or torch.nested."
+                         "to_padded_tensor, makes a dense one)")
+
+
 def is_exactly(value: object, dtype: torch.dtype, like: Tensor | None, sizes: dict[str, int]) -> bool:
     """Whether `value` is a tensor of this dtype, these sizes and the device of `like`, as nearly every argument is.
 
     This is asked first, because a step of decoding checks some seventy arguments.
     """
-    return (type(value) is Tensor and value.dtype is dtype and value.shape == tuple(sizes.values())
+    return (type(value) is Tensor and value.dtype is dtype and value.layout is torch.strided
+            and value.shape == tuple(sizes.values())
             and (like is None or value.device == like.device))
 
 
@@ -94,6 +104,7 @@ def setting(name: str, value: Tensor | float, dtype: torch.dtype, like: Tensor,
     if is_integer and not -2**31 <= value < 2**31:
         raise ValueError(f"{name} must fit into int32, got {value}")
     if dtype == torch.float32 and not isinstance(value, (torch.SymInt, torch.SymFloat)):
+        value = value if isinstance(value, Rational) else float(value)  # NumPy warns where its halves meet the bound
         if FLOAT32_MAX < abs(value) < math.inf:
             raise ValueError(f"{name} must fit into float32, got {value}")
         if at_least is not None and not at_least <= value <= at_most:
@@ -182,6 +193,7 @@ def check_dims(name: str, tensor: Tensor, letters: str, dtype: torch.dtype | tup
     """
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    check_dense(name, tensor)
     if tensor.ndim != len(letters):
         raise ValueError(f"{name} must have {len(letters)} dimensions ({', '.join(letters)}), "
                          f"got shape {tuple(tensor.shape)}")
@@ -199,6 +211,7 @@ def check_dims(name: str, tensor: Tensor, letters: str, dtype: torch.dtype | tup
 def check_rows(name: str, rows: Tensor, letter: str, dtype: torch.dtype | tuple, like: Tensor | None = None) -> None:
     """Raise ValueError unless `rows` is a tensor (.., letter), not empty in its last dimension, of this dtype (or one
     of these), and of the shape and device of `like`."""
+    check_dense(name, rows)
     if not isinstance(rows, Tensor) or rows.ndim < 1 or rows.shape[-1] < 1:
         got = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
         raise ValueError(f"{name} must be a tensor (.., {letter}) with {letter} >= 1, got {got}")

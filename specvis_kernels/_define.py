@@ -36,6 +36,10 @@ from .status import check_status
 
 NAMESPACE = __package__
 CHECKS = os.environ.get("SPECVIS_CHECK") == "1"  # read once: whether every op ends with check_status()
+IS_KNOWN = "PyTorch has this process's ops of specvis_kernels already, and keeps them: restart Python to import it anew"
+SMALLEST = 5e-324  # doubled, it is 0 where the program has set_flush_denormal
+if torch._C._dispatch_has_kernel(f"{NAMESPACE}::tree_links"):
+    raise ImportError(IS_KNOWN)
 _library = torch.library.Library(NAMESPACE, "DEF")
 _kernels: dict[str, dict[str, Callable]] = {}  # op name -> backend name -> kernel
 load_libraries()
@@ -57,6 +61,8 @@ def define(name: str, *, oracle: Callable, meta: Callable, result: type | None =
         strided: the arguments that kernels read by their strides, so that they are not made contiguous
         batch:   the argument whose first size is B, if that is not the first one; None: no tensor leads with B
     """
+    if name in _kernels:  # its module is reloaded
+        raise ImportError(IS_KNOWN)
     parameters, kinds = inspect.signature(oracle).parameters, inspect.get_annotations(oracle, eval_str=True)
     if any(p.default is not p.empty for p in parameters.values()):
         raise TypeError(f"the oracle of {name} must have no defaults: torch leaves out arguments that equal them")
@@ -72,7 +78,7 @@ def define(name: str, *, oracle: Callable, meta: Callable, result: type | None =
     def built(key):
         return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key)
 
-    kernels = _kernels[name] = {"oracle": _refusing_overlap(name, oracle, written)}
+    kernels = _kernels[name] = {"oracle": _refusing_overlap(name, _undisturbed(oracle), written)}
     if built("CPU"):
         kernels["cpu"] = op
     if built("CUDA"):
@@ -89,7 +95,8 @@ def define(name: str, *, oracle: Callable, meta: Callable, result: type | None =
 
     def count_versions(keyset, *args):  # as torch's own in-place operations do, for autograd's saved tensors
         for i in written:
-            torch.autograd.graph.increment_version(args[i])
+            tensors = args[i] if isinstance(args[i], (list, tuple)) else [args[i]]
+            torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])  # these count nothing
         return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
 
     torch.library.register_vmap(f"{NAMESPACE}::{name}", batching_rule(op, batch, written), lib=_library)
@@ -128,6 +135,22 @@ def _triton_kernel(name: str, written: list[int]) -> Callable:
             return kernel(*args)
 
     return triton
+
+
+def _undisturbed(oracle: Callable) -> Callable:
+    """`oracle`, in the precision of its tensors and with subnormal numbers, whatever the program around it has set."""
+    def undisturbed(*args):
+        device = next(a for a in args if isinstance(a, Tensor)).device.type
+        if SMALLEST * 2 == 0:
+            torch.set_flush_denormal(False)
+            try:
+                return undisturbed(*args)
+            finally:
+                torch.set_flush_denormal(True)
+        with torch.autocast(device, enabled=False):
+            return oracle(*args)
+
+    return undisturbed
 
 
 def _refusing_overlap(name: str, kernel: Callable, written: list[int]) -> Callable:

@@ -84,7 +84,7 @@ def _oracle(codebook: Tensor, k: int, metric: str, normalize: bool, seed: int):
         elif metric == "cosine":
             distance = (1 - rows @ codes.T) / 2
         else:
-            distance = torch.rand(len(rows), V, generator=generator, dtype=torch.float64).to(codes.device)
+            distance = torch.rand(len(rows), V, generator=generator, dtype=torch.float64, device="cpu").to(codes.device)
         keys = (distance * GRID).round().long() * V + ids  # all keys differ
         keys.diagonal(start).fill_(LARGEST)
         neighbors[start:start + block] = keys.topk(k, largest=False).indices.to(neighbors.dtype)

@@ -132,7 +132,8 @@ def _oracle(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temperature
 
     margins, full, is_valid = log_probs(torch.zeros_like(top_k), torch.zeros_like(top_p))
     _, sampled, _ = log_probs(top_k, top_p)
-    sampled = torch.where(temperature[:, None] == 0, torch.where(margins == 0, 0.0, -torch.inf), sampled)
+    greedy = torch.where(margins == 0, 0.0, margins.new_tensor(-torch.inf))
+    sampled = torch.where(temperature[:, None] == 0, greedy, sampled)
     sampled, full = (torch.where(has_token, x, 0.0) for x in (sampled, full))
     return sampled, full, torch.where(has_token & ~(is_valid & (rows < N)), INVALID_ROW, 0).int()
 

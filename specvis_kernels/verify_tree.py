@@ -269,7 +269,7 @@ def _verify_sampled(target_row, V, tree, draft_row_at, num_draft_rows, draft_row
     node, num_accepted, status = (torch.zeros(B, dtype=torch.int64, device=device) for _ in range(3))
     tv_excess = torch.zeros(B, dtype=torch.float64, device=device)
     if omega is None or max_depth == 0:
-        omega = torch.ones(B, max(max_depth, 1), device=device)
+        omega = torch.ones(B, max(max_depth, 1), dtype=torch.float32, device=device)
     omega = omega.double()
     has_no_rule = is_undefined(omega, neighbors is not None, residual).any(1)
     status = status | torch.where(has_no_rule, INVALID_RULE, 0)

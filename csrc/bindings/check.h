@@ -85,6 +85,36 @@ inline void check(const char* op, cudaError_t error) {
 
 // The arguments of one call. The first tensor that is checked says on which device the others must be. In `sizes` each
 // dimension has a letter or the digit that is its size. A letter is one size throughout a call; V, k and g count ids.
+// As long as this object exists, its thread rounds to the nearest number and knows denormal ones, whatever the program
+// has set; threads that begin meanwhile do as well.
+class UsualFloats {
+ public:
+  UsualFloats() : before_(mode()) { set(kUsual); }
+  ~UsualFloats() { set(before_); }
+  UsualFloats(const UsualFloats&) = delete;
+
+ private:
+#if defined(__x86_64__)
+  static constexpr uint64_t kUsual = 0x1f80;
+  static uint64_t mode() { return __builtin_ia32_stmxcsr(); }
+  static void set(uint64_t mode) { __builtin_ia32_ldmxcsr(static_cast<uint32_t>(mode)); }
+#else
+  static constexpr uint64_t kUsual = 0;
+#if defined(__aarch64__)
+  static uint64_t mode() {
+    uint64_t mode;
+    asm volatile("mrs %0, fpcr" : "=r"(mode));
+    return mode;
+  }
+  static void set(uint64_t mode) { asm volatile("msr fpcr, %0" : : "r"(mode)); }
+#else
+  static uint64_t mode() { return 0; }
+  static void set(uint64_t) {}
+#endif
+#endif
+  const uint64_t before_;
+};
+
 class Arguments {
  public:
   // `positive`: the letters of sizes that may not be 0.
@@ -204,6 +234,7 @@ class Arguments {
   template <class Kernel>
   void run(const Kernel& kernel) {
     check_apart();
+    const UsualFloats floats;
     try {
       kernel();
     } catch (const OutOfMemory&) {

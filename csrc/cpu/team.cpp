@@ -31,31 +31,9 @@ void pause() {
 #endif
 }
 
-// How this thread rounds and whether it takes denormal numbers for zeros.
-uint64_t float_mode() {
-#if defined(__x86_64__)
-  return __builtin_ia32_stmxcsr();
-#elif defined(__aarch64__)
-  uint64_t mode;
-  asm volatile("mrs %0, fpcr" : "=r"(mode));
-  return mode;
-#else
-  return 0;
-#endif
-}
-
-void set_float_mode([[maybe_unused]] uint64_t mode) {
-#if defined(__x86_64__)
-  __builtin_ia32_ldmxcsr(static_cast<uint32_t>(mode));
-#elif defined(__aarch64__)
-  asm volatile("msr fpcr, %0" : : "r"(mode));
-#endif
-}
-
 struct Job {
   std::function<void(int64_t)> work;
   int64_t threads;
-  const uint64_t mode = float_mode();  // the caller's
   std::atomic<int64_t> next{1};
 };
 
@@ -109,7 +87,6 @@ class Pool {
       }
       if (!job || index >= job->threads - 1) continue;
       const int64_t number = job->next.fetch_add(1, std::memory_order_relaxed);
-      set_float_mode(job->mode);
       if (number < job->threads) job->work(number);
       begin = nanoseconds();
     }

@@ -116,7 +116,7 @@ def write_new(path: Path, content: str) -> None:
     """Write a file that does not exist yet. If another process is first, its file stays."""
     part = beside(path)
     try:
-        with open(part, "x") as file:
+        with open(part, "x", encoding="utf-8") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

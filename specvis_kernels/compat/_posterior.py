@@ -56,11 +56,11 @@ def verify(logits, candidates, logits_processor, *, generator, proposals=None, r
         rule |= _draft_rows(*proposals, tree.paths, N)
     stream = None
     if generator == "torch" or is_greedy:
-        uniforms = torch.rand(1, N, device=device)
+        uniforms = torch.rand(1, N, dtype=torch.float32, device=device)
     else:
         stream, position = _Stream(N - 1), _number_positions(tree)
         in_order = stream.numbers.to(device, non_blocking=True)[None, position[1:] - 1]
-        uniforms = torch.cat([torch.rand(1, 1, device=device), in_order], 1)
+        uniforms = torch.cat([torch.rand(1, 1, dtype=torch.float32, device=device), in_order], 1)
     result = verify_logits(cond, uncond, tokens, tree.first_child, tree.next_sibling, uniforms,
                            1.0 if guidance is None else float(guidance), max_depth=tree.paths.shape[1] - 1, **settings,
                            **rule)
@@ -75,7 +75,8 @@ def verify(logits, candidates, logits_processor, *, generator, proposals=None, r
         stream.draw(*num_drawn)
     if status:
         check_status(result.status, "verify_logits")
-    return torch.tensor(row), accept_length, torch.zeros(V, device=device).scatter_(0, result.next_token, 1.0)
+    row = torch.tensor(row, device="cpu")
+    return row, accept_length, torch.zeros(V, dtype=torch.float32, device=device).scatter_(0, result.next_token, 1.0)
 
 
 class _Tree(NamedTuple):
@@ -117,7 +118,7 @@ class _Stream:
 
     def __init__(self, length):
         self.state = random.getstate()
-        numbers = torch.tensor([random.random() for _ in range(max(length, 1))])
+        numbers = torch.tensor([random.random() for _ in range(max(length, 1))], dtype=torch.float32, device="cpu")
         self.numbers = numbers.clamp_(max=1 - 2**-24)  # float32 rounds larger ones up to 1
 
     def draw(self, length):
@@ -163,8 +164,8 @@ def _draft_rows(op, p_indices, paths, N):
 
     op holds the rows of each level, p_indices for each path and column which of them its node was drawn from.
     """
-    sizes = torch.tensor([len(rows) for rows in op])
-    row = (sizes.cumsum(0) - sizes)[:paths.shape[1] - 1] + torch.tensor(p_indices)[:, 1:]
+    sizes = torch.tensor([len(rows) for rows in op], device="cpu")
+    row = (sizes.cumsum(0) - sizes)[:paths.shape[1] - 1] + torch.tensor(p_indices, device="cpu")[:, 1:]
     parent = torch.where(paths[:, 1:] >= 0, paths[:, :-1], N)
     draft_row = torch.full((N + 1,), -1, dtype=torch.int32, device=paths.device)
     draft_row[parent.flatten()] = row.flatten().int().to(paths.device)

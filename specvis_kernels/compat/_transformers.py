@@ -78,7 +78,7 @@ class Asked:
         """Sets the tokens and criteria that end a request; returns the length at which all end."""
         S, new = input_ids.shape[1], None if criteria is not None else config.max_new_tokens  # else a criterion has it
         self.criteria, lengths, ends = [], [S + new if new else config.max_length or S + 20], config.eos_token_id
-        ends = [] if ends is None else torch.as_tensor(ends).flatten().tolist()
+        ends = [] if ends is None else torch.as_tensor(ends, device="cpu").flatten().tolist()
         self.pad = config.pad_token_id if config.pad_token_id is not None else ends[0] if ends else 0
         for criterion in criteria or ():
             if type(criterion).__name__ == "MaxLengthCriteria":
@@ -148,10 +148,10 @@ class Asked:
 
     def check_masked(self, model, id_range) -> None:
         """Masked ids beside others are never drawn; a range that is made for them would draw nothing else."""
-        ids = torch.tensor(masked_ids(model), dtype=torch.int64)
+        ids = torch.tensor(masked_ids(model), dtype=torch.int64, device="cpu")
         if id_range is None or not len(ids):
             return
-        first, last = torch.as_tensor(id_range).cpu().view(-1, 2).unique(dim=0).T[..., None]
+        first, last = torch.as_tensor(id_range, device="cpu").view(-1, 2).unique(dim=0).T[..., None]
         is_all = (first <= 0) & (last >= model.config.get_text_config(decoder=True).vocab_size)
         self.refuse(((ids >= first) & (ids < last) & ~is_all).any(), "needs an id_range without the ids of images, "
                     f"which {type(model).__name__} masks in its forward: specvis.models.transformers draws them "
@@ -275,7 +275,8 @@ class Output:
             self.is_real = asked.attention_mask != 0
         self.tokens = torch.full((B, self.limit + 1), asked.pad, device=input_ids.device)  # the last is scratch
         # (B, .., 2) sampled and full, if asked for
-        self.log_probs = torch.zeros(*self.tokens.shape, 2, device=input_ids.device) if asked.log_probs else None
+        self.log_probs = torch.zeros(
+            *self.tokens.shape, 2, dtype=torch.float32, device=input_ids.device) if asked.log_probs else None
         self.num_made = torch.zeros(B, dtype=torch.int64, device=input_ids.device)
         self.is_finished = torch.zeros(B, dtype=torch.bool, device=input_ids.device)
         self.host_made, self.host_finished = [0] * B, [False] * B
@@ -331,7 +332,7 @@ class Output:
         """Token by token, as one-at-a-time decoding of this request would; their scores are None."""
         for made in range(first + 1, self.host_made[request] + 1):
             ids = torch.cat([self.prompts[request], self.tokens[request, :made]])[None]
-            if any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.asked.criteria):
+            if any(torch.as_tensor(criterion(ids, None), device="cpu").all() for criterion in self.asked.criteria):
                 self.tokens[request, made:] = self.asked.pad
                 if self.log_probs is not None:
                     self.log_probs[request, made:] = 0
@@ -372,7 +373,7 @@ def grid_positions(grids: Sequence[tuple[int, int]]) -> Tensor:
     """
     parts, start = [], 0
     for rows, columns in grids:
-        cells = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).T
+        cells = torch.cartesian_prod(*(torch.arange(n, device="cpu") for n in (rows, columns))).T
         parts.append(torch.nn.functional.pad(cells, (0, 0, 1, 0)) + start)
         start += max(rows, columns)
     return torch.cat(parts, 1)

@@ -192,7 +192,7 @@ def grow_tree(draft_model, hidden: Tensor, cached, root: Tensor, head: Callable,
     num_levels, N = draft_model.depth + 1, draft_model.total_tokens + 1
     width = torch.full((1,), K, dtype=torch.int32, device=device)
     depth = torch.full((1,), num_levels, device=device)
-    scores = torch.zeros(1, 1, device=device)
+    scores = torch.zeros(1, 1, dtype=torch.float32, device=device)
     ancestors = torch.zeros(1, 1, (num_levels * K + 64) // 64, dtype=torch.int64, device=device)
     ancestors[..., 0] = 1
     candidates = torch.full((1, 1), -1, dtype=torch.int32, device=device)

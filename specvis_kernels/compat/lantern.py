@@ -168,7 +168,7 @@ def neighbor_table(self, columns: int, device: torch.device | str) -> Tensor:
         if self.nearest_latents.shape[1] < columns:
             raise ValueError(f"nearest_latents must have at least {columns} columns for this lantern_k, "
                              f"got {self.nearest_latents.shape[1]}")
-        kept = torch.as_tensor(self.nearest_latents[:, :columns])
+        kept = torch.as_tensor(self.nearest_latents[:, :columns], device="cpu")
         kept = kept if kept.dtype == torch.uint16 else kept.int()
         kept = kept.to(device, copy=True).contiguous()
         self._neighbor_table = self.nearest_latents, kept
@@ -265,7 +265,7 @@ def draft_tree_buffers(tree_choices, device="cuda") -> dict:
     """
     buffers, parents = static_tree(tree_choices)
     depth, rank = buffers["tree_position_ids"], (buffers["tree_indices"] - 1) % TOPK
-    is_read = torch.zeros(len(parents), dtype=torch.bool).index_fill_(0, parents[1:], True)
+    is_read = torch.zeros(len(parents), dtype=torch.bool, device="cpu").index_fill_(0, parents[1:], True)
     nodes = is_read.nonzero()[:, 0]
     levels = {"attn_mask": [], "tree_indices": [], "position_ids": [], "repeat_nums": []}
     for level in range(1, int(depth.max())):

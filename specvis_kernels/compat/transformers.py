@@ -111,8 +111,8 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
 
     def verify_nodes(logits, uncond, tokens, depth, links, **rule):
         positions = output.num_made[:, None] + depth
-        draws = dict(uniforms=torch.rand(tokens.shape, device=tokens.device)) if seeds is None else dict(
-            uniforms=None, seeds=seeds, positions=positions)
+        draws = dict(uniforms=None, seeds=seeds, positions=positions) if seeds is not None else dict(
+            uniforms=torch.rand(tokens.shape, dtype=torch.float32, device=tokens.device))
         return verify_logits(logits, uncond, tokens, *links, guidance=asked.guidance, **asked.settings,
                              id_range=asked.ids(positions), log_probs=log_probs, **draws, **rule)
 
@@ -127,7 +127,8 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
                 children = probs.topk(level.num_children).indices
             else:
                 positions = (output.num_made[:, None] + level.depth).expand(B, F).contiguous()
-                draws = dict(uniforms=torch.rand(B, F, level.num_children, device=probs.device)) if seeds is None \
+                shape = B, F, level.num_children
+                draws = dict(uniforms=torch.rand(shape, dtype=torch.float32, device=probs.device)) if seeds is None \
                     else dict(seeds=seeds, positions=positions, num_children=level.num_children)
                 drawn = draw_children(probs, **draws)
                 children, status = drawn.tokens, status | drawn.status.amax(1)
@@ -329,8 +330,8 @@ class StaticTree:
         self.max_depth, self.levels = len(choices[-1]), []
         node_of = {(): 0, **{choice: n for n, choice in enumerate(choices, 1)}}
         inner = sorted({choice[:-1] for choice in choices}, key=lambda c: (len(c), c))
-        rows = torch.full((1, self.num_nodes), -1, dtype=torch.int32)
-        rows[0, [node_of[choice] for choice in inner]] = torch.arange(len(inner), dtype=torch.int32)
+        rows = torch.full((1, self.num_nodes), -1, dtype=torch.int32, device="cpu")
+        rows[0, [node_of[choice] for choice in inner]] = torch.arange(len(inner), dtype=torch.int32, device="cpu")
         self.draft_row = rows.to(like.device)
         rank = {choice: choice[-1] for choice in choices}
         if renumber:  # children are verified as the first draws from their parent's row

@@ -132,7 +132,7 @@ def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], m
         target_probs = target_logits
         if from_logits is not False:
             target_probs = guided_probs(target_logits[None], None, 1.0, 1.0, 0, 1.0).probs[0]
-        uniforms, start = torch.rand(D + B, device=device), 0
+        uniforms, start = torch.rand(D + B, dtype=torch.float32, device=device), 0
         for request, count in enumerate(num_draft_tokens):
             if count and request in (generators or {}):
                 uniforms[start:start + count + 1].uniform_(generator=generators[request])
@@ -373,7 +373,8 @@ class _TargetDraws:
                  for b, request in enumerate(batch.req_ids[:batch.num_reqs])]
         last_rows = runner.query_start_loc.gpu[1:batch.num_reqs + 1].long() - 1
         self.positions = runner.positions[last_rows]
-        self.seeds = torch.tensor(seeds, dtype=torch.uint64).view(torch.int64).to(logits.device, non_blocking=True)
+        seeds = torch.tensor(seeds, dtype=torch.uint64, device="cpu").view(torch.int64)
+        self.seeds = seeds.to(logits.device, non_blocking=True)
         metadata, self.guesses, self.drawn = batch.sampling_metadata, None, None
         self.is_greedy = None if metadata.all_greedy else metadata.temperature <= 0
         try:

@@ -25,16 +25,14 @@ def test_is_a_linear_layer_whose_rows_do_not_depend_on_each_other(dtype):
 
 
 @pytest.mark.skipif(inputs.DEVICE != "cpu", reason="of threads on a CPU")
-def test_every_thread_takes_denormals_as_its_caller_does():
+def test_every_thread_knows_denormal_numbers():
     weight, x = pack_weight(torch.full((4096, 1024), 1e-20)), torch.full((256, 1024), 1e-22)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        for _ in range(3):  # the threads are there before
-            assert packed_linear(x, weight, 4096).all()
-        if not torch.set_flush_denormal(True):
-            pytest.skip("this processor does not flush denormal numbers")
-        assert not any(packed_linear(x, weight, 4096).any() for _ in range(20))
+        torch.set_flush_denormal(True)
+        assert all(packed_linear(x, weight, 4096).view(torch.int32).all() for _ in range(20))
+        assert torch.tensor(1e-40) * 1 == 0, "the caller's own setting is as before"
     finally:
         torch.set_flush_denormal(False)
         torch.set_num_threads(threads)

@@ -210,16 +210,13 @@ def test_decoding_reads_the_layers_that_are_there(change):
 
 
 @torch.no_grad()
-def test_autocast_around_a_decoding():
+def test_autocast_around_a_model():
     """Products are in bfloat16 then, and the cache stays as it is."""
-    pipeline = tiny_pipeline()
-    condition, padding_mask = pipeline.gpt.condition(torch.randn(1, 3, 8))
-    plain = read_into_a_cache(pipeline.gpt, condition, padding_mask)
-    sampling = pipeline.sampling(seeds=[1])
+    gpt = tiny_pipeline().gpt
+    condition, padding_mask = gpt.condition(torch.randn(1, 3, 8))
+    plain = read_into_a_cache(gpt, condition, padding_mask)
     with torch.autocast("cpu", torch.bfloat16):
-        assert (read_into_a_cache(pipeline.gpt, condition, padding_mask) - plain).abs().max() < 0.1 * plain.abs().max()
-        for name in ("vanilla", "jacobi:window=3", "eagle1"):
-            assert pipeline.tokens(["red heart"], name, sampling).tokens.shape == (1, pipeline.gpt.grid ** 2)
+        assert (read_into_a_cache(gpt, condition, padding_mask) - plain).abs().max() < 0.1 * plain.abs().max()
 
 
 @torch.no_grad()

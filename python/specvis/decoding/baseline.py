@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specvis_kernels import INVALID_ROW
 
-from ..models.interface import Nodes, TargetModel, num_tokens
+from ..models.interface import Nodes, TargetModel, inference, num_tokens
 from .decoded import Decoded, Progress
 from .driver import (
     Captured,
@@ -25,7 +25,7 @@ from .sampling import Sampling, cfg_inputs
 from .trees import chain_ancestors
 
 
-@torch.no_grad()
+@inference
 def decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, sampling: Sampling,
            progress: Progress | None = None, *, known_tokens: Tensor | None = None) -> Decoded:
     """Draw the images position by position, all images together. A known token takes the place of the draw.
@@ -100,10 +100,10 @@ class BaselineState:
 
     def decoded(self) -> Decoded:
         """The images, each of which ends at its first failure. The first forward draws a token, so it is no step."""
-        index, num_known = torch.arange(self.num_tokens), torch.tensor(self.num_known)
+        index, num_known = torch.arange(self.num_tokens, device="cpu"), torch.tensor(self.num_known, device="cpu")
         has_failed = ((self.status.cpu() & INVALID_ROW) * (index >= num_known[:, None])).cumsum(1) > 0  # here or before
         is_step = (index > num_known[:, None]) & ~F.pad(has_failed, (1, -1))
-        zeros = torch.zeros(len(num_known))
+        zeros = torch.zeros(len(num_known), dtype=torch.float32, device="cpu")
         failed = has_failed.to(self.tokens.device)
         return Decoded(self.tokens.masked_fill(failed, 0), num_known, 1 + is_step.sum(1),
                        is_step.long() - 1, torch.zeros_like(is_step, dtype=torch.int64), zeros, zeros.clone(),

@@ -24,7 +24,7 @@ class BatchState:
         for name, value in self._own(self.PAIRS):
             setattr(other, name, value[model_rows(rows, batch, len(value))])
         for name, value in self._own(self.CACHES):
-            setattr(other, name, value.select(torch.tensor(model_rows(rows, batch, self.num_rows))))
+            setattr(other, name, value.select(torch.tensor(model_rows(rows, batch, self.num_rows), device="cpu")))
         for name, value in self._own(self.PARTS):
             setattr(other, name, value.select(rows, batch))
         return other
@@ -36,7 +36,7 @@ class BatchState:
         for name, value in self._own(self.PAIRS):
             value[model_rows(rows, batch, len(value))] = getattr(source, name)
         for name, value in self._own(self.CACHES):
-            value.insert(torch.tensor(model_rows(rows, batch, self.num_rows)), getattr(source, name))
+            value.insert(torch.tensor(model_rows(rows, batch, self.num_rows), device="cpu"), getattr(source, name))
         for name, value in self._own(self.PARTS):
             value.insert(rows, batch, getattr(source, name))
 

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..models.interface import inference
 from ..models.mar import MAR
 from .continuous_state import (
     ContinuousDecoded,
@@ -67,7 +68,7 @@ def sample_tokens(state: ContinuousState, model: GuidedMAR, start: int, end: int
     state.counts.clamp_(min=end)
 
 
-@torch.no_grad()
+@inference
 def parallel_decode(mar: MAR, source: Tensor, sampling: ContinuousSampling, num_iter: int | None = None,
                     progress: Progress | None = None, known: KnownTokens | None = None, *,
                     steps_first: int | None = None, steps_last: int | None = None,
@@ -105,7 +106,7 @@ def parallel_decode(mar: MAR, source: Tensor, sampling: ContinuousSampling, num_
     return state.decoded()
 
 
-@torch.no_grad()
+@inference
 def continuous_decode(target: MAR, draft_model: MAR | None, source: Tensor, sampling: ContinuousSampling,
                       method: str | ContinuousMethod, progress: Progress | None = None,
                       known: KnownTokens | None = None) -> ContinuousDecoded:

@@ -102,7 +102,7 @@ class ContinuousState:
         seeds, device, B = sampling.seeds, sampling.seeds.device, len(sampling.seeds)
         L, T, C = mar.config.tokens, len(mar.diffloss.schedule), mar.config.channels
         self.seeds, self.num_tokens = seeds, L
-        self.tokens = torch.zeros(B, L, C, device=device)
+        self.tokens = torch.zeros(B, L, C, dtype=torch.float32, device=device)
         self.start, self.end = 0, L                                           # how many tokens are known before, after
         sort_key = philox_uniforms(seeds, 1, L, stream=ORDER)[:, 0]
         if known is not None:
@@ -120,8 +120,8 @@ class ContinuousState:
         self.acceptance = torch.full((B, L), -1, dtype=torch.int8, device=device)
         self.num_tries = torch.zeros(B, L, dtype=torch.int32, device=device)
         self.out_of_tries = torch.zeros(B, L, dtype=torch.bool, device=device)
-        self.log_r = torch.full((B, L), torch.nan, device=device)
-        self.drafts = torch.full((B, L, C), torch.nan, device=device)
+        self.log_r = torch.full((B, L), torch.nan, dtype=torch.float32, device=device)
+        self.drafts = torch.full((B, L, C), torch.nan, dtype=torch.float32, device=device)
         self.failed = torch.zeros(B, dtype=torch.bool, device=device)
 
     def fail(self, is_failed: Tensor) -> None:

@@ -48,7 +48,7 @@ def distance_temperatures(method: ContinuousMethod, log_ratio: Tensor) -> Tensor
     """The ops' `temperature`, for as many requests as log_ratio (R, ..) has; None is 1."""
     if method.distance_temperature == 1:
         return None
-    return torch.full((len(log_ratio),), method.distance_temperature, device=log_ratio.device)
+    return torch.full((len(log_ratio),), method.distance_temperature, dtype=torch.float32, device=log_ratio.device)
 
 
 @dataclass
@@ -135,7 +135,7 @@ def resample_paths(step: ContinuousStep, drafts: Drafts, denoisers: Denoisers, i
     """
     seeds, positions = step.seeds[index[0]], step.positions[index][:, None]
     m, (T, C), device = len(seeds), step.noise.shape[2:], seeds.device
-    tokens = torch.zeros(m, C, device=device)
+    tokens = torch.zeros(m, C, dtype=torch.float32, device=device)
     num_tries, status = (torch.zeros(m, dtype=torch.int32, device=device) for _ in range(2))
     pending, turn, num_tried = torch.arange(m, device=device), 0, 0
     while len(pending) and num_tried < method.max_tries:

@@ -60,8 +60,8 @@ class Coupling(BatchState):
         # the row of position p is at p % num_rows; one row more is scratch for positions after a request's own
         # window
         self.num_rows = self.columns + 2 * W + 2
-        self.rows = torch.zeros(B, self.num_rows + 1, target.vocab_size, device=device)
-        self.earlier_excess = torch.zeros(B, self.num_rows + 1, device=device)  # of tests that kept the guess so far
+        self.rows = torch.zeros(B, self.num_rows + 1, target.vocab_size, dtype=torch.float32, device=device)
+        self.earlier_excess = torch.zeros_like(self.rows[..., 0])  # of tests that kept the guess so far
         self.request = torch.arange(B, device=device)[:, None]
 
     def exact(self, probs: Tensor, status: Tensor) -> Tensor:

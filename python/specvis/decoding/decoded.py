@@ -49,7 +49,7 @@ class Decoded:
     @staticmethod
     def merged(parts: "list[Decoded]", order: list[int]) -> "Decoded":
         """The images of all parts as one batch. order[i] is the index of the i-th image in that batch."""
-        back = torch.tensor(order).argsort()
+        back = torch.tensor(order, device="cpu").argsort()
         return Decoded(*(each_tensor(lambda *x: torch.cat(x)[back], *(getattr(part, field.name) for part in parts))
                          for field in fields(Decoded)))
 

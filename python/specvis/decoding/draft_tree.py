@@ -231,7 +231,7 @@ class DynamicDraftState(DraftState):
         B, device = len(sizes), sizes.device
         self.depths_of_levels = [torch.full((1, 1), level, device=device) for level in range(max_depth)]
         # The root is the first frontier: its score, its bit among all nodes that the draft model reads, no candidate.
-        self.root_score = torch.zeros(B, 1, device=device)
+        self.root_score = torch.zeros(B, 1, dtype=torch.float32, device=device)
         self.root_ancestors = torch.zeros(B, 1, (num_nodes + 63) // 64, dtype=torch.int64, device=device)
         self.root_ancestors[..., 0] = 1
         self.root_candidate = torch.full((B, 1), -1, dtype=torch.int32, device=device)

@@ -61,7 +61,7 @@ class RunningBatch(BatchState):
         self.settings, self.num_columns, self.poll = settings, num_columns, POLL.get(device.type, USUAL_POLL)
         self.cache = new_cache(settings.target, self.num_rows, num_columns)
         self.num_known = torch.tensor(num_known, device=device)
-        self.tv_excess = torch.zeros(len(num_known), device=device)
+        self.tv_excess = torch.zeros(len(num_known), dtype=torch.float32, device=device)
         self.tv_bound = torch.where(has_bound, 0.0, torch.nan)
         self.host_counts, self.num_steps = list(num_known), 0
 
@@ -180,7 +180,8 @@ def read_known(target: TargetModel, condition: Tensor, padding_mask: Tensor, kno
 
 def new_log_probs(sampling: Sampling, width: int) -> Tensor | None:
     """(B, width, 2) where `keep_log_probs` puts them; None if nobody wants them."""
-    return torch.zeros(len(sampling.seeds), width, 2, device=sampling.seeds.device) if sampling.log_probs else None
+    shape = len(sampling.seeds), width, 2
+    return torch.zeros(shape, dtype=torch.float32, device=sampling.seeds.device) if sampling.log_probs else None
 
 
 def keep_log_probs(log_probs: Tensor | None, positions: Tensor, new: TokenLogProbsResult | None) -> None:

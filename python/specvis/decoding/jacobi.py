@@ -24,7 +24,7 @@ from torch import Tensor
 
 from specvis_kernels import DrawTokensResult, tree_links
 
-from ..models.interface import DraftModel, Nodes, TargetModel, id_range, num_tokens, rows_and_columns
+from ..models.interface import DraftModel, Nodes, TargetModel, id_range, inference, num_tokens, rows_and_columns
 from .baseline import decode
 from .batch_state import BatchState
 from .coupling import Coupled, Coupling
@@ -52,7 +52,7 @@ from .trees import chain_ancestors
 from .window import TAU, timed_window
 
 
-@torch.no_grad()
+@inference
 def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, sampling: Sampling,
                   methods: str | Method | list[str | Method], neighbors: Tensor | None = None,
                   progress: Progress | None = None, observe: Observer | None = None, *,

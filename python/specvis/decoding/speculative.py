@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specvis_kernels import INVALID_ROW, CommitTokensResult, VerifyResult, commit_tokens, philox_uniforms, verify_logits
 
-from ..models.interface import DraftModel, Nodes, TargetModel, id_range, num_tokens
+from ..models.interface import DraftModel, Nodes, TargetModel, id_range, inference, num_tokens
 from .batch_state import BatchState
 from .bounds import chain_bound, optimal_residual, scaled, vanilla_residual
 from .decoded import Decoded, Finished, Observer, Progress, Step
@@ -38,7 +38,7 @@ from .sampling import ACCEPT, Sampling, split_rows, take_nodes
 from .trees import static_tree
 
 
-@torch.no_grad()
+@inference
 def speculative_decode(target: TargetModel, draft_model: DraftModel, condition: Tensor, padding_mask: Tensor,
                        sampling: Sampling, methods: str | Method | list[str | Method], neighbors: Tensor | None = None,
                        progress: Progress | None = None, observe: Observer | None = None, *,

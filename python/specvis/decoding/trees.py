@@ -135,7 +135,7 @@ def read_paths(name: str) -> object:
     try:
         if (size := os.stat(name).st_size) > MAX_FILE:
             raise ValueError(f"tree {name} must be a file of at most {MAX_FILE} bytes, got {size}")
-        return json.loads(Path(name).read_text())
+        return json.loads(Path(name).read_text("utf-8"))
     except OSError as error:
         raise ValueError(f"tree {name} is not a file that can be read: {error.strerror}") from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -221,7 +221,8 @@ class Shapes(BatchState):
         self.adaptation, self.uniforms = adaptation, uniforms
         self.columns, self.num_tokens = columns, num_tokens
         self.first = torch.ones_like(depth)  # (B,) the position of the first token that a tree draws
-        self.depths, self.widths, self.alphas = torch.zeros(3, len(depth), self.num_tokens, device=depth.device)
+        self.depths, self.widths, self.alphas = torch.zeros(
+            3, len(depth), self.num_tokens, dtype=torch.float32, device=depth.device)
 
     def record(self, position: Tensor, num_accepted: Tensor, active: Tensor) -> None:
         """Remember a step's tree for the tokens that it drew, and choose the next tree.

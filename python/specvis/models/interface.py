@@ -9,7 +9,10 @@ read is kept there until the column is written again. Every read says in which c
 them sees (`Nodes`). The loop needs this freedom for trees: sibling drafts have the same position in the image, must not
 see each other, and have columns of their own.
 """
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,6 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specvis_kernels import tree_mask
+
+
+def inference(function: Callable) -> Callable:
+    """`function` without gradients, and with models in their own dtypes: torch.autocast around it changes no token."""
+    @wraps(function)
+    def run(*args, **kwargs):
+        with torch.no_grad(), ExitStack() as stack:
+            for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+                stack.enter_context(torch.autocast(device, enabled=False))
+            return function(*args, **kwargs)
+
+    return run
 
 
 @dataclass

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from specvis_kernels import decoder_layers, pack_layers
 from specvis_kernels.compat._hosts import MASKED, check_model, unwrapped
 
-from .interface import Nodes, num_tokens
+from .interface import Nodes, inference, num_tokens
 from .layers import Packing, is_unchanged
 from .llamagen import condition_mask
 from .transformers_layers import PACKABLE, SlotCache, attend, is_packable, positions_of, weights_of
@@ -107,7 +107,7 @@ class ImageModel:
         check_model(self.decoder, self.config, self.prefix_len + num_tokens(self), (*MASKED, TREE_ATTENTION),
                     self.model)
 
-    @torch.no_grad()
+    @inference
     def check_head(self) -> None:
         """The logits of a prompt must be the head's: some models scale, cap or mask them, or change hidden states."""
         ids, is_real = self.null_prompt
@@ -173,7 +173,7 @@ class ImageModel:
         types = [t for t in types if t.__name__ in PACKABLE and t.__module__.startswith(("torch.nn.", "transformers."))]
 
         def pack():
-            norm, position_ids = self.decoder.norm, torch.arange(self.prefix_len + num_tokens(self))
+            norm, position_ids = self.decoder.norm, torch.arange(self.prefix_len + num_tokens(self), device="cpu")
             cosine, sine = rotary(norm.weight, position_ids[None])
             half = layers[0].self_attn.head_dim // 2
             rotations = torch.stack([cosine[0, :, :half], sine[0, :, :half]], -1).float()
@@ -345,7 +345,7 @@ class ImageModel:
         """Tokens (B, L) -> their vocabulary ids (B, L), newlines included."""
         return self.ids[tokens]
 
-    @torch.inference_mode()
+    @inference
     def pictures(self, tokens: Tensor) -> list[Image.Image]:
         """Tokens (B, L) int64 -> B pictures.
 
@@ -475,7 +475,7 @@ class GLMImage(ImageModel):
         Raises:
             ValueError: image_grid_thw is not such, or not the same two grids for all prompts
         """
-        model, grids = unwrapped(model), torch.as_tensor(image_grid_thw).tolist()
+        model, grids = unwrapped(model), torch.as_tensor(image_grid_thw, device="cpu").tolist()
         if not grids or grids != grids[:2] * (len(grids) // 2) or any(
                 not isinstance(g, list) or len(g) != 3 or g[0] != 1 or min(g) < 1 for g in grids):
             raise ValueError("image_grid_thw must be 1, rows, columns of the picture and of its preview, the same two "
@@ -487,7 +487,7 @@ class GLMImage(ImageModel):
                          decoder=model.model.language_model, vqmodel=vqmodel)
         axes, start = [], 0
         for rows, columns in (preview, picture):
-            cells = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).T
+            cells = torch.cartesian_prod(*(torch.arange(n, device="cpu") for n in (rows, columns))).T
             axes.append(F.pad(cells, (0, 0, 1, 0)) + start)
             start += max(rows, columns)
         self.axes = torch.cat(axes, 1).to(self.ids.device)  # (3, L) of the tokens, from the end of the prompt

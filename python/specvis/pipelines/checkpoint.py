@@ -251,7 +251,7 @@ def read_config(path: str | Path, dataclass_type):
     """
     try:
         values = {key: tuple(value) if isinstance(value, list) else value
-                  for key, value in json.loads(Path(path).read_text()).items()}
+                  for key, value in json.loads(Path(path).read_text("utf-8")).items()}
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"config {path} cannot be read as {dataclass_type.__name__}: {error}") from error
     known = {field.name: field.default is MISSING and field.default_factory is MISSING

@@ -205,7 +205,7 @@ def check_text_encoder(folder: Path, config: GPTConfig) -> None:
     if config.caption_dim is None:
         raise ValueError("text_encoder must not be given for a class-conditional model: its prompts are class ids")
     try:
-        width = json.loads((folder / "config.json").read_text())["d_model"]
+        width = json.loads((folder / "config.json").read_text("utf-8"))["d_model"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"text_encoder must be a folder with FLAN-T5-XL as transformers reads it, got {folder}, whose "
                          f"config.json cannot be read: {error!r}") from error

@@ -18,7 +18,7 @@ from ..decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from ..decoding.speculative import speculative_decode
 from ..files import write_json, write_weights
 from ..models.eagle import EagleHead
-from ..models.interface import DraftModel
+from ..models.interface import DraftModel, inference
 from ..models.llamagen import GPT, GPTConfig
 from ..models.vq import VQ, VQConfig
 from ..models.words import Words
@@ -232,7 +232,7 @@ class Pipeline(nn.Module):
             raise ValueError(f"prompts must be a list of strings, got {prompts!r}")
         return self.gpt.condition(*self.source(prompts))
 
-    @torch.no_grad()
+    @inference
     def tokens(self, prompts: list[str], method: str | Method | list[str | Method], sampling: Sampling,
                progress: Progress | None = None, observe: Observer | None = None, *,
                known_tokens: Tensor | None = None, batch: int | None = None,
@@ -307,7 +307,7 @@ class Pipeline(nn.Module):
             return SmallDraftModel(self.small, *cfg_inputs(self.small, *self.small.condition(*source)))
         return EagleDraftModel(self.gpt, self.eagle, repeat_for_cfg(padding_mask))
 
-    @torch.no_grad()
+    @inference
     def pictures(self, tokens: Tensor) -> list[Image.Image]:
         """Tokens (B, L) int64 -> B pictures.
 

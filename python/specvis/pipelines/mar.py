@@ -13,6 +13,7 @@ from ..decoding.decoded import Progress
 from ..decoding.limits import MAX_NUMBER, MIN_NUMBER, is_number
 from ..decoding.methods import ContinuousMethod
 from ..files import write_json, write_weights
+from ..models.interface import inference
 from ..models.kl_vae import KL, KLConfig
 from ..models.mar import MAR, MARConfig
 from ..models.vq import VQ, VQConfig
@@ -56,10 +57,10 @@ class Scaling:
         return Scaling(tuple(latents.mean(0).tolist()), latents.var(0).mean().rsqrt().item())
 
     def tokens(self, latents: Tensor) -> Tensor:
-        return (latents - torch.tensor(self.shift, device=latents.device)) * self.scale
+        return (latents - torch.tensor(self.shift, dtype=torch.float32, device=latents.device)) * self.scale
 
     def latents(self, tokens: Tensor) -> Tensor:
-        return tokens / self.scale + torch.tensor(self.shift, device=tokens.device)
+        return tokens / self.scale + torch.tensor(self.shift, dtype=torch.float32, device=tokens.device)
 
 
 class MARPair(nn.Module):
@@ -187,7 +188,7 @@ class MARPair(nn.Module):
         prompts = [with_style(prompt, self.prompts.styles) for prompt in prompts]
         return self.prompts.source(prompts, self.device, self.mar.mask_token.dtype)[0]
 
-    @torch.no_grad()
+    @inference
     def tokens(self, prompts: list[str], method: str | ContinuousMethod, sampling: ContinuousSampling,
                progress: Progress | None = None, known: KnownTokens | None = None) -> ContinuousDecoded:
         """Decode the tokens of one image for each prompt, by a method or its name (see parse_method).
@@ -208,7 +209,7 @@ class MARPair(nn.Module):
         self.check(method)
         return continuous_decode(self.mar, self.mar_draft, self.features(prompts), sampling, method, progress, known)
 
-    @torch.no_grad()
+    @inference
     def pictures(self, tokens: Tensor) -> list[Image.Image]:
         """Tokens (B, L, C) float32 of square images, on any device -> B pictures."""
         c = self.mar.config

@@ -6,6 +6,7 @@ from torch import Tensor
 from specvis_kernels import draw_tokens, gumbel_noise
 
 from ..decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
+from ..models.interface import inference
 from ..models.llamagen import condition_mask
 from .discrete import Pipeline
 
@@ -20,7 +21,8 @@ def steps_gain(num_accepted: Tensor) -> Tensor:
     Returns:
         (B, L) int64: accepted drafts plus one
     """
-    began = torch.where(num_accepted >= 0, torch.arange(num_accepted.shape[1]), 0).cummax(1).values
+    index = torch.arange(num_accepted.shape[1], device=num_accepted.device)
+    began = torch.where(num_accepted >= 0, index, 0).cummax(1).values
     return num_accepted.gather(1, began).clamp(min=0) + 1
 
 
@@ -46,7 +48,7 @@ def target_hidden(pipeline: Pipeline, prompts: list[str], tokens: Tensor) -> Ten
     return gpt.teacher_forced(condition, padding_mask, repeat_for_cfg(tokens))
 
 
-@torch.inference_mode()
+@inference
 def teacher_forced_probs(pipeline: Pipeline, prompts: list[str], tokens: Tensor,
                          sampling: Sampling) -> tuple[Tensor, Tensor]:
     """The probabilities of target and draft model at each position of pictures whose tokens are known.
@@ -64,7 +66,7 @@ def teacher_forced_probs(pipeline: Pipeline, prompts: list[str], tokens: Tensor,
     return sampling.probs(gpt, hidden[:, prefix_len:])[0], sampling.probs(gpt, drafted[:, prefix_len:])[0]
 
 
-@torch.inference_mode()
+@inference
 def logit_rounding(pipeline: Pipeline, prompt: str, tokens: Tensor, position: int) -> float:
     """By how much two forwards may round the logits at a position of a picture differently: ROUNDING_STEPS of the
     model's dtype at the largest of them. Logits are sums of numbers about as large, all of which are rounded.
@@ -76,7 +78,7 @@ def logit_rounding(pipeline: Pipeline, prompt: str, tokens: Tensor, position: in
     return ROUNDING_STEPS * step * pipeline.gpt.logits(row).abs().max().item()
 
 
-@torch.inference_mode()
+@inference
 def is_near_a_filter(pipeline: Pipeline, prompt: str, tokens: Tensor, sampling: Sampling, position: int,
                      size: float, num_tries: int = 256) -> bool:
     """Can changes of the logits by up to `size` change the token that is drawn at a position of a picture?
@@ -86,7 +88,7 @@ def is_near_a_filter(pipeline: Pipeline, prompt: str, tokens: Tensor, sampling: 
     row = target_hidden(pipeline, [prompt], tokens)[:, position - tokens.shape[1]].unsqueeze(1)
     logits = pipeline.gpt.logits(row).expand(-1, num_tries, -1)
     generator = torch.Generator(logits.device).manual_seed(0)
-    changes = torch.rand(logits.shape, generator=generator, device=logits.device) * 2 - 1
+    changes = torch.rand(logits.shape, generator=generator, dtype=torch.float32, device=logits.device) * 2 - 1
     changes[:, 0] = 0
     conditional, unconditional = (logits + size * changes).chunk(2)
     positions = torch.full((1, num_tries), position, device=logits.device)
@@ -95,7 +97,7 @@ def is_near_a_filter(pipeline: Pipeline, prompt: str, tokens: Tensor, sampling: 
     return bool((drawn != drawn[:, :1]).any())
 
 
-@torch.inference_mode()
+@inference
 def draw_margins(pipeline: Pipeline, prompts: list[str], tokens: Tensor, sampling: Sampling) -> Tensor:
     """By how much the best candidate for each token leads the second best, in what `draw_tokens` compares: (B, L).
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..models.interface import inference
 from ..models.words import bare
 from .captions import cleaned
 
@@ -60,7 +61,7 @@ class ClassIds:
             if not 0 <= number < self.classes:
                 raise ValueError(f"a prompt of this model must be the number of a class within 0..{self.classes - 1}, "
                                  f"got {prompt!r}")
-        return torch.tensor(ids)
+        return torch.tensor(ids, device="cpu")
 
     def source(self, prompts: list[str], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, None]:
         """What `condition` takes: (B,) int64 class ids, and no padding mask."""
@@ -106,7 +107,7 @@ class Captions:
         return self._tokenizer(captions, max_length=self.length, padding="max_length", truncation=True,
                                return_tensors="pt")["input_ids"]
 
-    @torch.no_grad()
+    @inference
     def source(self, prompts: list[str], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """What `condition` takes: features (B, length, width) at the end of their places, zero before, and where.
 

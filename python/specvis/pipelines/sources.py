@@ -85,7 +85,7 @@ def open_source(path: Path, say: Callable[[str], None] = lambda line: None) -> S
     config = {}
     if path.is_dir() or path.name.startswith(("model", "pytorch_model")):
         try:
-            config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").exists() else {}
+            config = json.loads((folder / "config.json").read_text("utf-8")) if (folder / "config.json").exists() else {}
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"config {folder / 'config.json'} cannot be read: {error}") from error
     return SourceFile(path, tensors, config if isinstance(config, dict) else {})
@@ -99,7 +99,7 @@ def files_of(folder: Path, index: Path | None = None) -> list[Path]:
         listed = index or folder / f"{name}.index.json"
         if listed.exists():
             try:
-                files = set(json.loads(listed.read_text())["weight_map"].values())
+                files = set(json.loads(listed.read_text("utf-8"))["weight_map"].values())
             except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise CheckpointError(f"index {listed} cannot be read: {error!r}") from error
             return [folder / Path(file).name for file in sorted(files)]

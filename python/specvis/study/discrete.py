@@ -159,7 +159,7 @@ class Recorder:
     """An observer that notes at the first position of each step how many nodes its tree has."""
 
     def __init__(self, count: int, length: int):
-        self.nodes = torch.zeros(count, length, dtype=torch.int64)
+        self.nodes = torch.zeros(count, length, dtype=torch.int64, device="cpu")
 
     def __call__(self, step: Step) -> None:
         rows = step.active.cpu().nonzero()[:, 0]

@@ -179,7 +179,7 @@ def machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
         return f"{names[0]}, {torch.get_num_threads()} threads"
     except (OSError, IndexError):
@@ -211,7 +211,7 @@ def read_json(path: Path) -> dict:
         NotWhole: it holds no JSON object
     """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text("utf-8"))
         if not isinstance(content, dict):
             raise ValueError("no JSON object")
         return content

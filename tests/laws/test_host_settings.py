@@ -1,0 +1,116 @@
+"""Settings of the program around an op change no bit of what it returns."""
+import subprocess
+import sys
+import warnings
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._pytree import tree_map_only
+
+from specvis_kernels import backends, draw_tokens
+from tests.kernels import inputs
+from tests.laws.test_every_op import make, run, same
+from tests.tiny import tiny_pair, tiny_pipeline
+
+
+@contextmanager
+def set_to(set_value, value, usual):
+    set_value(value)
+    try:
+        yield
+    finally:
+        set_value(usual)
+
+
+SETTINGS = {
+    "autocast, bfloat16": lambda: torch.autocast(inputs.DEVICE, torch.bfloat16),
+    "autocast, float16": lambda: torch.autocast(inputs.DEVICE, torch.float16),
+    "default device": lambda: torch.device("meta"),
+    "default dtype float64": lambda: set_to(torch.set_default_dtype, torch.float64, torch.float32),
+    "default dtype bfloat16": lambda: set_to(torch.set_default_dtype, torch.bfloat16, torch.float32),
+    "flush denormal": lambda: set_to(torch.set_flush_denormal, True, False),
+    "deterministic": lambda: set_to(torch.use_deterministic_algorithms, True, False),
+    "inference mode": torch.inference_mode,
+    "gradients": torch.enable_grad,
+}
+EVERY = [(op, backend) for op in inputs.CASES for backend in backends(op, inputs.DEVICE)]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("op, backend", EVERY)
+def test_bits_do_not_depend_on(setting, op, backend):
+    for case in (inputs.CASES[op][1], inputs.CASES[op][-1]):
+        args, kwargs = make(op, *case)
+        expected = run(op, args, kwargs, backend)
+        with SETTINGS[setting]():
+            got = run(op, args, kwargs, backend)
+        assert all(map(same, got, expected))
+
+
+@pytest.mark.parametrize("op, backend", EVERY)
+def test_inference_tensors_are_taken(op, backend):
+    args, kwargs = make(op, *inputs.CASES[op][1])
+    expected = run(op, args, kwargs, backend)
+    with torch.inference_mode():
+        args, kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+    assert all(map(same, run(op, args, kwargs, backend), expected))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("method", ["vanilla", "jacobi:window=3", "eagle2"])
+def test_pictures_do_not_depend_on(setting, method):
+    pipeline = tiny_pipeline()
+
+    def picture():
+        tokens = pipeline.tokens(["red heart"], method, pipeline.sampling(seeds=[1])).tokens
+        return torch.cat([tokens.view(-1), torch.tensor(np.array(pipeline.pictures(tokens)[0]), device="cpu").view(-1)])
+
+    expected = picture()
+    with SETTINGS[setting]():
+        assert torch.equal(picture(), expected)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_continuous_tokens_do_not_depend_on(setting):
+    pair = tiny_pair()
+
+    def tokens():
+        return pair.tokens(["red heart"], "cspd", pair.sampling(seeds=[1])).tokens
+
+    expected = tokens()
+    with SETTINGS[setting]():
+        assert torch.equal(tokens(), expected)
+
+
+@pytest.mark.parametrize("make", [
+    torch.Tensor.to_sparse, torch.Tensor.to_mkldnn, lambda x: torch.nested.nested_tensor(list(x)),
+    lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged)], ids=["sparse", "mkldnn", "nested", "jagged"])
+@pytest.mark.filterwarnings("ignore:.*nested")
+def test_other_layouts_are_refused(make):
+    with pytest.raises(ValueError, match="logits must be a dense tensor"):
+        draw_tokens(make(torch.randn(1, 2, 8)), None, None, 1.0, 0, 1.0, torch.tensor([1]), torch.tensor([[0, 1]]))
+
+
+def test_a_setting_in_half_precision_warns_of_nothing():
+    with warnings.catch_warnings(action="error"):
+        draw_tokens(torch.randn(1, 1, 8), None, None, 1.0, 0, np.float16(0.5), torch.tensor([1]), torch.tensor([[0]]))
+
+
+AGAIN = """
+import importlib, sys, torch, specvis_kernels
+for again in (lambda: importlib.reload(sys.modules["specvis_kernels.tree_links"]),
+              lambda: [sys.modules.pop(name) for name in list(sys.modules) if "specvis" in name],
+              lambda: importlib.import_module("specvis_kernels")):
+    try:
+        again()
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_an_import_that_is_done_anew_says_so():
+    said = subprocess.run([sys.executable, "-OO", "-W", "error", "-c", AGAIN], capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.count("restart Python to import it anew") == 2
