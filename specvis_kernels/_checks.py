@@ -36,7 +36,7 @@ def check(name: str, tensor: Tensor, dtype: torch.dtype | tuple, like: Tensor | 
 
 
 def check_dense(name: str, tensor: object) -> None:
-    """Raise ValueError if `tensor` is a sparse or nested tensor or MKL-DNN's: no shape or memory of these is as usual."""
+    """Raise ValueError if `tensor` is sparse, nested or MKL-DNN's: its memory is not that of a usual tensor."""
     if isinstance(tensor, Tensor) and (tensor.layout is not torch.strided or tensor.is_nested):
         kind = "nested" if tensor.is_nested else str(tensor.layout)
         raise ValueError(f"{name} must be a dense tensor, got one that is {kind} (to_dense, or torch.nested."

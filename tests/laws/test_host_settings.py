@@ -1,7 +1,6 @@
 """Settings of the program around an op change no bit of what it returns."""
 import subprocess
 import sys
-import warnings
 from contextlib import contextmanager
 
 import numpy as np
@@ -93,9 +92,9 @@ def test_other_layouts_are_refused(make):
         draw_tokens(make(torch.randn(1, 2, 8)), None, None, 1.0, 0, 1.0, torch.tensor([1]), torch.tensor([[0, 1]]))
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_setting_in_half_precision_warns_of_nothing():
-    with warnings.catch_warnings(action="error"):
-        draw_tokens(torch.randn(1, 1, 8), None, None, 1.0, 0, np.float16(0.5), torch.tensor([1]), torch.tensor([[0]]))
+    draw_tokens(torch.randn(1, 1, 8), None, None, 1.0, 0, np.float16(0.5), torch.tensor([1]), torch.tensor([[0]]))
 
 
 AGAIN = """
