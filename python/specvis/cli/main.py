@@ -103,7 +103,8 @@ def info(model, words):
         click.echo(f"{name:20}" + (f"built{use}" if (folder / file).exists() else "not built"))
     for package in ("specvis", "specvis_kernels", "torch", "triton", "numpy"):
         try:
-            click.echo(f"{package:20}{version(package)}")
+            known = torch.__version__ if package == "torch" else version(package)  # "+cu130" may be in the former alone
+            click.echo(f"{package:20}{known}")
         except PackageNotFoundError:
             click.echo(f"{package:20}not installed")
     click.echo(f"{'python':20}{platform.python_version()}")

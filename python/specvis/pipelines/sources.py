@@ -85,7 +85,8 @@ def open_source(path: Path, say: Callable[[str], None] = lambda line: None) -> S
     config = {}
     if path.is_dir() or path.name.startswith(("model", "pytorch_model")):
         try:
-            config = json.loads((folder / "config.json").read_text("utf-8")) if (folder / "config.json").exists() else {}
+            file = folder / "config.json"
+            config = json.loads(file.read_text("utf-8")) if file.exists() else {}
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"config {folder / 'config.json'} cannot be read: {error}") from error
     return SourceFile(path, tensors, config if isinstance(config, dict) else {})
