@@ -2,41 +2,53 @@
 
 One build serves every Python and every torch from 2.10 on, with or without CUDA, so the wheel is
 py3-none-<platform>. torch's headers are found by path and torch is not imported, so the build also works
-in pip's isolation, which runs the same Python. Without a C++ compiler the package is built without
-libraries, and its wheel is py3-none-any: then the oracles and Triton answer. The CUDA library is built if
-torch has CUDA and nvcc is found, with or without a GPU.
+in pip's isolation, which runs the same Python. uv's isolation runs another: there it needs --no-build-isolation.
+Without a C++ compiler the package is built without libraries, and its wheel is py3-none-any: then the oracles and
+Triton answer. The CUDA library is built if torch has CUDA and nvcc is found, with or without a GPU.
 
-A build says what it builds and which file it compiles; pip shows that with -v alone. Objects are kept in build/, so
-that a second build takes seconds, and ccache is used where it is in PATH.
+A build says what it builds and which file it compiles; pip shows that with -v alone. What cannot be built is one line,
+before anything is compiled. Objects are kept in build/, so that a second build takes seconds, and ccache is used where
+it is in PATH.
 
 The same sources, compiler and torch make the same wheel in any folder, byte for byte, if SOURCE_DATE_EPOCH
 says when it was made. With CUDA, for the same GPUs and in folders of the same names: nvcc writes a hash of its
 own into the kernels' names, and where torch is into the library.
 
-    CXX                   the C++ compiler
-    MAX_JOBS              how many of them run at once
+    CXX                   the C++ compiler, also with arguments: "ccache g++ -m64"
+    MAX_JOBS              how many of them run at once; unless set, as the cores and the memory here allow
     SPECVIS_CUDA          0: no CUDA library; 1: one for a torch without CUDA too, and an error if there is no nvcc
     CUDA_HOME             where nvcc is, if it is neither in PATH nor in /usr/local/cuda
-    TORCH_CUDA_ARCH_LIST  the GPUs to build for; unless set, this machine's, and without one those of
-                          "8.0;9.0;10.0+PTX" that nvcc knows
+    TORCH_CUDA_ARCH_LIST  the GPUs to build for, as torch reads it ("8.6 9.0a+PTX", "Ampere;Hopper"), without those
+                          before 8.0 and those that nvcc does not know; unless set, this machine's, and without one
+                          "8.0;9.0;10.0+PTX"
 """
 import base64
+import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
+import setuptools
 from setuptools import Command, Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+
+if int(setuptools.__version__.partition(".")[0]) < 77:  # without isolation it is the environment's
+    sys.exit(f"specvis_kernels: setuptools {setuptools.__version__} is too old: python -m pip install 'setuptools>=77'")
+from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402  older ones have none
 
 NEED_TORCH = {"build", "build_ext", "bdist_wheel", "dist_info", "editable_wheel", "hub", "install", "develop"}
 OBJECTS = Path("build", f"objects-{sysconfig.get_platform()}")  # kept between builds, editable ones too
@@ -47,6 +59,10 @@ FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall",
 CUDA_FLAGS = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall",
               "-fmad=false",                       # on the GPU too
               "-Xptxas=-v"]                        # what each kernel uses, for tests/test_cuda_build.py
+NAMED = {  # the GPUs as torch names them
+    "kepler": "3.5", "maxwell": "5.0", "pascal": "6.0", "volta": "7.0", "turing": "7.5", "ampere+tegra": "8.7",
+    "ampere": "8.0;8.6+PTX", "ada": "8.9+PTX", "hopper": "9.0+PTX", "blackwell+tegra": "11.0",
+    "blackwell": "10.0;10.3;12.0;12.1+PTX", "common": "8.0;8.6;8.9;9.0;10.0;12.0+PTX"}
 LINKER = "--no-undefined,--gc-sections,--version-script=csrc/exports.map"  # of libstdc++ only what is used, hidden
 
 FOR_OLDER_LOADERS = """import importlib.util
@@ -66,20 +82,51 @@ def say(line: str) -> None:
     print(f"specvis_kernels: {line}", flush=True)
 
 
+def refuse(why: str) -> NoReturn:
+    sys.exit(f"specvis_kernels: {why}")
+
+
+@cache
 def find_torch() -> Path:
-    what_to_do = "python -m pip install 'torch>=2.10'"
-    for folder in [*sys.path, sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]:
-        version = Path(folder, "torch/version.py")
-        match = version.exists() and re.search(r"^__version__ = '((\d+)\.(\d+)[^']*)'", version.read_text(), re.M)
-        if match and (int(match[2]), int(match[3])) < (2, 10):
-            sys.exit(f"specvis_kernels: torch {match[1]} is too old: {what_to_do}")
-        if match and Path(folder, "torch/include/torch/csrc/stable/library.h").exists():
-            return Path(folder, "torch")
-    sys.exit(f"specvis_kernels: torch must be installed first: {what_to_do}")
+    """The torch that this Python finds. pip's isolation hides it here, but not from a new process."""
+    program = "import importlib.util; print(importlib.util.find_spec('torch').origin)"
+    spec = importlib.util.find_spec("torch")
+    torch = Path(spec and spec.origin or said_by(sys.executable, "-E", "-c", program).strip()).parent
+    match = (torch / "version.py").exists() and re.search(
+        r"^__version__ = '((\d+)\.(\d+)[^']*)'", (torch / "version.py").read_text(), re.M)
+    if not match:
+        refuse("no torch is found: python -m pip install 'torch>=2.10'. If it is installed, python -m pip install "
+               "--no-build-isolation . or uv pip install --no-build-isolation . finds it")
+    if (int(match[2]), int(match[3])) < (2, 10):
+        refuse(f"torch {match[1]} is too old: python -m pip install 'torch>=2.10'")
+    if not (torch / "include/torch/csrc/stable/library.h").exists():
+        refuse(f"torch {match[1]} has no headers in {torch}/include: python -m pip install --force-reinstall torch")
+    return torch
 
 
-def find_compiler() -> str | None:
-    return shutil.which(os.environ.get("CXX", "g++"))
+@cache
+def find_compiler() -> list[str] | None:
+    """The command that CXX names, else g++ if there is one."""
+    asked = os.environ.get("CXX", "").strip()
+    command = [asked] if shutil.which(asked) else shlex.split(asked) or ["g++"]
+    if not asked and not shutil.which("g++"):
+        return None
+    check_that_it_works(*command, "-x", "c++")
+    return [shutil.which(command[0]), *command[1:]]
+
+
+def check_that_it_works(*command: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "line")
+        source.write_text("int main() {}\n")
+        try:
+            run = subprocess.run([*command, source, "-o", f"{folder}/program"], stdout=subprocess.PIPE,
+                                 stderr=subprocess.STDOUT, text=True)
+        except OSError as error:
+            refuse(f"the compiler {shlex.join(command)} does not run: {error.strerror}")
+    if run.returncode:
+        why = re.search(".*error.*", run.stdout) or re.search(".+", run.stdout) or [f"status {run.returncode}"]
+        refuse(f"the compiler does not compile int main() {{}} by {shlex.join(command)}: {why[0]}")
 
 
 def cuda_of(torch: Path) -> str | None:
@@ -96,7 +143,7 @@ def find_nvcc(torch: Path) -> str | None:
     nvcc = shutil.which("nvcc", path=os.pathsep.join(map(str, folders)))
     no_nvcc = "no nvcc in CUDA_HOME, PATH or /usr/local/cuda"
     if wanted == "1" and not nvcc:
-        sys.exit(f"specvis_kernels: SPECVIS_CUDA=1, but {no_nvcc}")
+        refuse(f"SPECVIS_CUDA=1, but {no_nvcc}")
     if wanted == "1" or wanted != "0" and nvcc and cuda_of(torch):
         return nvcc
     if wanted == "0":
@@ -109,10 +156,16 @@ def find_nvcc(torch: Path) -> str | None:
     return None
 
 
-def cached(compiler: str) -> list[str]:
+def cached(*command: str) -> list[str]:
     """The compiler, by ccache where there is one. Its own variables, such as CCACHE_DISABLE, count."""
     ccache = shutil.which("ccache")
-    return [ccache, compiler] if ccache and Path(compiler).resolve().name != "ccache" else [compiler]
+    return [ccache, *command] if ccache and Path(command[0]).resolve().name != "ccache" else [*command]
+
+
+def for_nvcc(command: list[str]) -> list[str]:
+    """The C++ compiler as nvcc takes it: a program, and each option by itself."""
+    end = next((i for i, word in enumerate(command) if word.startswith("-")), len(command))
+    return ["-ccbin", command[end - 1], *(f"-Xcompiler={option}" for option in command[end:])]
 
 
 def said_by(*command: str) -> str:
@@ -129,29 +182,34 @@ def gpus_here(known: list[tuple[str, str]]) -> str:
 
 
 def gpu_flags(nvcc: str) -> list[str]:
-    """Of what was asked for, everything, or an error. Else this machine's GPUs; without one, those of our own list that
-    this nvcc knows."""
-    asked = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    """For what is asked for, else this machine's GPUs, else our own list, without those that the kernels or nvcc do not
+    know. PTX is for what is later."""
     known = re.findall(r"compute_(\d+)(\d)\b", said_by(nvcc, "--list-gpu-arch"))
-    archs, unknown = [], []
-    for name in re.split("[; ,]+", asked or gpus_here(known) or "8.0;9.0;10.0+PTX"):
-        match = re.fullmatch(r"(\d+)\.?(\d)([af]?)(\+PTX)?", name)
+    all_known = [".".join(arch) for arch in known]
+    here = gpus_here(known) or "8.0;9.0;10.0+PTX"
+    asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip("; ,").lower() or "native"
+    for name, archs in {**NAMED, "all": ";".join(all_known) + "+PTX", "native": here, "auto": here}.items():
+        asked = asked.replace(name, archs)
+    built, left_out = {}, {}
+    for name in re.split("[; ,]+", asked):
+        match = re.fullmatch(r"(\d+)\.?(\d)([af]?)(\+PTX)?(\+TEGRA|\+TESLA)?", name, re.I)
         if not match:
-            sys.exit(f"specvis_kernels: TORCH_CUDA_ARCH_LIST must be like 8.0;9.0+PTX, got {name!r}")
-        (archs if not known or match.groups()[:2] in known else unknown).append(match)
-    if unknown and (asked or not archs):
-        sys.exit(f"specvis_kernels: {nvcc} cannot build for {', '.join(match[0] for match in unknown)}, only for "
-                 f"{', '.join(map('.'.join, known))}: choose of these by TORCH_CUDA_ARCH_LIST")
-    if unknown:
-        say(f"{nvcc} does not know {', '.join('.'.join(match.groups()[:2]) for match in unknown)}: "
-            f"built for {', '.join('.'.join(match.groups()[:2]) for match in archs)}, and as PTX for what is later")
-    flags = []
-    for match in archs:
-        arch = "".join(match.groups()[:3])
-        flags += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
-        if match[4] or unknown and match is archs[-1]:
-            flags += ["-gencode", f"arch=compute_{arch},code=compute_{arch}"]
-    return flags
+            refuse(f"TORCH_CUDA_ARCH_LIST must be like 8.0;9.0+PTX or Ampere;Hopper, got {name!r}")
+        is_built = int(match[1]) >= 8 and (not known or match.groups()[:2] in known)
+        (built if is_built else left_out)[match] = int(match[1] + match[2])
+    names = ", ".join(f"{match[1]}.{match[2]}" for match in left_out)
+    why = f"the kernels need 8.0 or later, and {nvcc} knows {', '.join(all_known)}"
+    if not built:
+        refuse(f"no GPU to build for remains of {names} (choose by TORCH_CUDA_ARCH_LIST): {why}")
+    if left_out:
+        say(f"{names} left out: {why}")
+    flags = {}  # no flag twice
+    for match, number in built.items():
+        arch = "".join(match.groups()[:3]).lower()
+        flags[f"arch=compute_{arch},code=sm_{arch}"] = None
+        if match[4] or number == max(built.values()) < max(left_out.values(), default=0):
+            flags[f"arch=compute_{arch},code=compute_{arch}"] = None
+    return [word for flag in flags for word in ("-gencode", flag)]
 
 
 def archs_of(flags: list[str]) -> list[str]:
@@ -180,9 +238,9 @@ def warn_of_another_cuda(nvcc: str, torch: Path) -> None:
             f"{release.partition('.')[0]}, Triton's kernels run")
 
 
-def own_libstdcxx(compiler: str) -> list[str]:
+def own_libstdcxx(compiler: list[str]) -> list[str]:
     """The flag that puts libstdc++ into the library, so that it loads beside an older one. It needs a static one."""
-    archive = Path(said_by(compiler, "-print-file-name=libstdc++.a").strip())
+    archive = Path(said_by(*compiler, "-print-file-name=libstdc++.a").strip())
     return ["-static-libstdc++"] if archive.is_file() else []
 
 
@@ -219,7 +277,25 @@ def run(*command, log: Path) -> None:
     if failed or "warning" in log.read_text():
         print(log.read_text(), flush=True)
     if failed:
-        sys.exit(f"specvis_kernels: failed: {' '.join(map(str, command))}")
+        refuse(f"failed: {' '.join(map(str, command))}")
+
+
+def number_of_jobs(cgroup="/sys/fs/cgroup") -> int:
+    """MAX_JOBS if it is a number, as for torch's own extensions. Else as many as this container has cores and 300 MB of
+    memory: a compiler takes up to 270 MB."""
+    asked = os.environ.get("MAX_JOBS", "").strip()
+    if asked.isdecimal() and int(asked):
+        return int(asked)
+
+    def said(*names: str) -> str:  # by version 2 or version 1 of control groups; no limit is "max" or -1
+        return " ".join(path.read_text() for path in (Path(cgroup, name) for name in names) if path.exists())
+
+    free = re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())
+    quota = re.match(r"(\d+)\s+(\d+)", said("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
+    limit = re.match(r"\d+", said("memory.max", "memory/memory.limit_in_bytes"))
+    cores = [len(os.sched_getaffinity(0)), *([-(-int(quota[1]) // int(quota[2]))] if quota else [])]
+    memory = [int(free[1]) * 1024, *([int(limit[0])] if limit else [])]
+    return max(1, min(*cores, min(memory) // 300_000_000))
 
 
 class Build(build_ext):
@@ -229,30 +305,31 @@ class Build(build_ext):
         return name.replace(".", os.sep) + ".so"
 
     def run(self):
-        self.torch = find_torch()
-        self.compiler_path, self.nvcc = find_compiler(), find_nvcc(self.torch)
-        if not self.nvcc:
+        self.torch, self.cpp = find_torch(), find_compiler()
+        self.nvcc = find_nvcc(self.torch)
+        if self.nvcc:
+            self.gpus = gpu_flags(self.nvcc)
+            check_that_it_works(self.nvcc, *for_nvcc(self.cpp), *self.gpus, "-x", "cu")
+        else:
             self.extensions = [e for e in self.extensions if not e.name.endswith("_cuda")]
         super().run()
 
     def build_extension(self, extension):
         nowhere = f"-ffile-prefix-map={self.torch}=torch"  # the library names no folder
-        compile, link, objects = [*cached(self.compiler_path), *FLAGS, nowhere], [self.compiler_path], OBJECTS
+        compile, link, objects = [*cached(*self.cpp), *FLAGS, nowhere], self.cpp, OBJECTS
         defines = [*DEFINES, f"-DSPECVIS_NAMESPACE={self.namespace}"]
         if extension.name.endswith("_cuda"):  # nvcc knows where CUDA's headers and its static runtime are
-            ccbin = ["-ccbin", self.compiler_path]
-            gpus = gpu_flags(self.nvcc)
-            compile = [*cached(self.nvcc), *ccbin, *CUDA_FLAGS, "-Xcompiler", nowhere, *gpus,
-                       *compression_flags(self.nvcc)]
-            link = [self.nvcc, *ccbin, "-Xlinker", f"{LINKER},-s",  # without the names of nvcc's temporary files
-                    *(f"-Xcompiler={flag}" for flag in own_libstdcxx(self.compiler_path))]
+            nvcc = [self.nvcc, *for_nvcc(self.cpp)]
+            compile = [*cached(*nvcc), *CUDA_FLAGS, "-Xcompiler", nowhere, *self.gpus, *compression_flags(self.nvcc)]
+            link = [*nvcc, "-Xlinker", f"{LINKER},-s",  # without the names of nvcc's temporary files
+                    *(f"-Xcompiler={flag}" for flag in own_libstdcxx(self.cpp))]
             defines.append("-DSPECVIS_CUDA")
-            codes = [flag.partition("code=")[2] for flag in gpus[1::2]]
+            codes = [flag.partition("code=")[2] for flag in self.gpus[1::2]]
             objects = OBJECTS / "-".join(codes)
             say(f"CUDA kernels are built by {self.nvcc} for {', '.join(codes)}")
             warn_of_another_cuda(self.nvcc, self.torch)
         else:
-            link += [f"-Wl,{LINKER}", *own_libstdcxx(self.compiler_path)]
+            link = [*link, f"-Wl,{LINKER}", *own_libstdcxx(self.cpp)]
         # From the end of the alphabet: verify_* take the longest, and should not be what a last core is left with.
         targets = {objects / (self.namespace if "bindings" in source else "") / f"{source}.o": source
                    for source in extension.sources[::-1]}
@@ -261,12 +338,14 @@ class Build(build_ext):
         def compile_one(number: int, target: Path) -> None:
             say(f"[{number}/{len(old)}] {targets[target]}")
             target.parent.mkdir(parents=True, exist_ok=True)
+            new = target.with_suffix(".new.o")  # in its place when it is whole: a build may be killed
             began = time.time()
             run(*compile, *defines, "-isystem", self.torch / "include", "-MMD", "-MF", target.with_suffix(".d"),
-                "-c", targets[target], "-o", target, log=target.with_suffix(".log"))
-            os.utime(target, (began, began))  # older than a source that was changed meanwhile
+                "-c", targets[target], "-o", new, log=target.with_suffix(".log"))
+            os.utime(new, (began, began))  # older than a source that was changed meanwhile
+            os.replace(new, target)
 
-        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
+        with ThreadPoolExecutor(number_of_jobs()) as pool:
             list(pool.map(compile_one, range(1, len(old) + 1), old))
         library = Path(self.get_ext_fullpath(extension.name))
         library.parent.mkdir(parents=True, exist_ok=True)
@@ -293,7 +372,7 @@ class Hub(Command):
 
     def run(self):
         if not find_compiler():
-            sys.exit("specvis_kernels: the hub's variants are of compiled kernels, but there is no C++ compiler")
+            refuse("the hub's variants are of compiled kernels, but there is no C++ compiler")
         nvcc = find_nvcc(find_torch())
         backend = {"type": "cuda", "archs": archs_of(gpu_flags(nvcc))} if nvcc else {"type": "cpu"}
         package = [path for path in sorted(Path("specvis_kernels").rglob("*")) if path.suffix in (".py", ".typed")]
@@ -337,14 +416,23 @@ EXTENSIONS = [
     Extension("specvis_kernels._ops", sources("bindings/*.cpp", "bindings/cpu/*.cpp", "cpu/*.cpp")),
     Extension("specvis_kernels._ops_cuda", sources("bindings/*.cpp", "cuda/*.cpp", "cuda/*.cu")),
 ]
-if NEED_TORCH & {*sys.argv[1:]}:
+IS_BUILD = not NEED_TORCH.isdisjoint(sys.argv)
+if not os.access(".", os.W_OK):
+    refuse(f"a build writes into {Path.cwd()}, which is read-only: install from a copy of it")
+if IS_BUILD:
     find_torch()  # before anything else, so that a missing torch is the first line that a build prints
-    if not find_compiler():
-        if os.environ.get("SPECVIS_CUDA") == "1":
-            sys.exit("specvis_kernels: SPECVIS_CUDA=1, but there is no C++ compiler")
-        say("no C++ compiler: built without C++ and CUDA kernels")
+    if os.environ.get("SPECVIS_CUDA", "") not in ("", "0", "1"):
+        refuse(f"SPECVIS_CUDA must be 0 or 1, got {os.environ['SPECVIS_CUDA']!r}")
+    if not find_compiler() and os.environ.get("SPECVIS_CUDA") == "1":
+        refuse("SPECVIS_CUDA=1, but there is no C++ compiler")
+    OBJECTS.mkdir(parents=True, exist_ok=True)
+    LOCK = open(OBJECTS / "lock", "w")  # until this process ends: two builds in one folder take turns
+    fcntl.flock(LOCK, fcntl.LOCK_EX)
 
 setup(
-    ext_modules=EXTENSIONS if find_compiler() else [],  # without them, the wheel is for any platform
+    ext_modules=EXTENSIONS if IS_BUILD and find_compiler() else [],  # without them, the wheel is for any platform
     cmdclass={"build_ext": Build, "bdist_wheel": Wheel, "hub": Hub},
 )
+if IS_BUILD and not find_compiler():
+    say("no C++ compiler: built without C++ and CUDA kernels, so that only the slow oracles and Triton answer; install "
+        "g++, or name a compiler by CXX, and install again")

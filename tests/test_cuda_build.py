@@ -65,20 +65,52 @@ def archs_of(flags):
     return [flag.partition("code=")[2] for flag in flags[1::2]]
 
 
-@pytest.mark.parametrize("wanted, archs", [
-    (None, ["sm_80", "sm_90", "sm_100", "compute_100"]),
-    ("", ["sm_80", "sm_90", "sm_100", "compute_100"]),
-    ("9.0", ["sm_90"]),
-    ("8.6 9.0a+PTX", ["sm_86", "sm_90a", "compute_90a"]),
-    ("120", ["sm_120"]),
+NVCC_13 = "75 80 86 87 88 89 90 100 110 103 120 121"  # nvcc --list-gpu-arch
+
+
+@pytest.mark.parametrize("wanted, known, archs, left_out", [
+    (None, NVCC_13, "sm_80 sm_90 sm_100 compute_100", None),
+    ("", NVCC_13, "sm_80 sm_90 sm_100 compute_100", None),
+    (" ;", "", "sm_80 sm_90 sm_100 compute_100", None),  # this nvcc says nothing: all are taken
+    (None, "50 52 80 86 90 90a", "sm_80 sm_90 compute_90", "10.0"),  # for what is later
+    (None, "50 70 80 86", "sm_80 compute_80", "9.0, 10.0"),
+    ("9.0;", NVCC_13, "sm_90", None),
+    ("8.6 9.0A+PTX", NVCC_13, "sm_86 sm_90a compute_90a", None),
+    ("120, 12.0f", NVCC_13, "sm_120 sm_120f", None),
+    ("7.5 8.0 8.6 9.0 10.0 12.0+PTX", NVCC_13, "sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", "7.5"),  # NVIDIA's image
+    ("7.5 8.0 8.6 8.9 9.0 10.0 12.0", NVCC_13, "sm_80 sm_86 sm_89 sm_90 sm_100 sm_120", "7.5"),        # vLLM's
+    ("7.5 8.0 8.6 8.9 9.0 10.0 12.0", "75 80 86 89 90", "sm_80 sm_86 sm_89 sm_90 compute_90", "7.5, 10.0, 12.0"),
+    ("Ampere;8.0;Hopper", NVCC_13, "sm_80 sm_86 compute_86 sm_90 compute_90", None),
+    ("Turing Volta+Tegra Ampere+Tegra Blackwell", "87 100 120 121", "sm_87 sm_100 sm_120 sm_121 compute_121",
+     "7.5, 7.0, 10.3"),
+    ("All", "75 80 90", "sm_80 sm_90 compute_90", "7.5"),
+    ("Common", "80 90", "sm_80 sm_90 compute_90", "8.6, 8.9, 10.0, 12.0"),
 ])
-def test_the_gpus_that_are_asked_for(setup, monkeypatch, tmp_path, wanted, archs):
+def test_the_gpus_that_are_asked_for(setup, monkeypatch, tmp_path, capsys, wanted, known, archs, left_out):
+    """torch's names too. What the kernels or nvcc do not know is left out, with one line."""
     if wanted is not None:
         monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", wanted)
-    assert archs_of(setup["gpu_flags"](tool(tmp_path / "nvcc", ""))) == archs
+    nvcc = tool(tmp_path / "nvcc", "\n".join(f"compute_{number}" for number in known.split()))
+    assert archs_of(setup["gpu_flags"](nvcc)) == archs.split()
+    said = capsys.readouterr().out
+    assert said.startswith(f"specvis_kernels: {left_out} left out: the kernels need 8.0 or later, and {nvcc} knows ") \
+        and said.count("\n") == 1 if left_out else said == ""
 
 
-def test_without_a_list_the_gpus_are_this_machines(setup, tmp_path):
+@pytest.mark.parametrize("wanted, known, why", [
+    ("7.5", "75 80", "no GPU to build for remains of 7.5 .*: the kernels need 8.0 or later, and .* knows 7.5, 8.0"),
+    ("Maxwell 9.0", "50 75", "remains of 5.0, 9.0"),
+    ("", "50", "remains of 8.0, 9.0, 10.0"),
+    ("9.0;Foo", "90", "TORCH_CUDA_ARCH_LIST must be like 8.0;9.0.PTX or Ampere;Hopper, got 'foo'"),
+])
+def test_no_gpu_to_build_for_is_one_line(setup, monkeypatch, tmp_path, wanted, known, why):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", wanted)
+    nvcc = tool(tmp_path / "nvcc", "\n".join(f"compute_{number}" for number in known.split()))
+    with pytest.raises(SystemExit, match=f"^specvis_kernels: .*{why}"):
+        setup["gpu_flags"](nvcc)
+
+
+def test_without_a_list_the_gpus_are_this_machines(setup, monkeypatch, tmp_path):
     """Those that the kernels and nvcc are for, and later ones by PTX."""
     nvcc = tool(tmp_path / "nvcc", "compute_75\ncompute_80\ncompute_86\ncompute_90\ncompute_100")
     for found, archs in [("9.0\n9.0", ["sm_90", "compute_90"]),
@@ -88,34 +120,6 @@ def test_without_a_list_the_gpus_are_this_machines(setup, tmp_path):
                          ("No devices were found", ["sm_80", "sm_90", "sm_100", "compute_100"])]:
         tool(tmp_path / "nvidia-smi", found)
         assert archs_of(setup["gpu_flags"](nvcc)) == archs, found
-
-
-@pytest.mark.parametrize("known, archs, unknown", [
-    ("80 86 90 100 103 120", ["sm_80", "sm_90", "sm_100", "compute_100"], ""),
-    ("50 52 70 80 86 90 90a", ["sm_80", "sm_90", "compute_90"], "10.0: built for 8.0, 9.0, and"),
-    ("50 70 80 86", ["sm_80", "compute_80"], "9.0, 10.0: built for 8.0, and"),
-])
-def test_without_a_list_the_gpus_are_those_that_nvcc_knows(setup, tmp_path, capsys, known, archs, unknown):
-    nvcc = tool(tmp_path / "nvcc", "\n".join(f"compute_{number}" for number in known.split()))
-    assert archs_of(setup["gpu_flags"](nvcc)) == archs
-    said = f"specvis_kernels: {nvcc} does not know {unknown} as PTX for what is later\n"
-    assert capsys.readouterr().out == (said if unknown else "")
-
-
-def test_gpus_that_nvcc_does_not_know_are_refused(setup, monkeypatch, tmp_path):
-    nvcc = tool(tmp_path / "nvcc", "compute_80\ncompute_90")
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a;10.0+PTX")
-    message = rf"{nvcc} cannot build for 10.0\+PTX, only for 8.0, 9.0: choose of these by TORCH_CUDA_ARCH_LIST"
-    with pytest.raises(SystemExit, match=message):
-        setup["gpu_flags"](nvcc)
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
-    assert archs_of(setup["gpu_flags"](nvcc)) == ["sm_90a"]
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
-    with pytest.raises(SystemExit, match="cannot build for 8.0, 9.0, 10.0.PTX, only for 5.0"):
-        setup["gpu_flags"](tool(tmp_path / "nvcc", "compute_50"))
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0;Hopper")
-    with pytest.raises(SystemExit, match="TORCH_CUDA_ARCH_LIST must be like 8.0;9.0.PTX, got 'Hopper'"):
-        setup["gpu_flags"](nvcc)
 
 
 @pytest.mark.parametrize("cuda, release, is_warned", [("'12.8'", "13.0", True), ("'13.2'", "13.0", False),
@@ -194,7 +198,47 @@ def test_compilers_are_called_by_ccache_where_it_is(setup, tmp_path):
     ccache = tool(tmp_path / "ccache", "")
     assert setup["cached"](compiler) == [ccache, compiler]
     (tmp_path / "c++").symlink_to(ccache)  # a compiler of ccache's own folder
-    assert setup["cached"](str(tmp_path / "c++")) == [str(tmp_path / "c++")]
+    assert setup["cached"](str(tmp_path / "c++"), "-m64") == [str(tmp_path / "c++"), "-m64"]
+
+
+@pytest.mark.parametrize("asked, command, for_nvcc", [
+    (None, ["g++"], ["-ccbin", "g++"]),
+    ("", ["g++"], ["-ccbin", "g++"]),
+    ("  g++ -m64", ["g++", "-m64"], ["-ccbin", "g++", "-Xcompiler=-m64"]),
+    ("ccache g++ -m64", ["ccache", "g++", "-m64"], ["-ccbin", "g++", "-Xcompiler=-m64"]),
+    ("the c++", ["the c++"], ["-ccbin", "the c++"]),  # one program, in a folder with a space
+    ("clang++", "the compiler clang\\+\\+ -x c\\+\\+ does not run: No such file", None),
+    ("broken -m64", r"does not compile int main\(\) {} by broken -m64 -x c\+\+: broken: fatal error: no cc1plus", None),
+])
+def test_the_compiler_that_is_asked_for(setup, monkeypatch, tmp_path, asked, command, for_nvcc):
+    """It works on a line, or the build ends with one."""
+    monkeypatch.setenv("CXX", asked) if asked is not None else monkeypatch.delenv("CXX", raising=False)
+    for name in ("g++", "ccache", "the c++", "broken"):
+        tool(tmp_path / name, "In a file:\nbroken: fatal error: no cc1plus\nended")
+    (tmp_path / "broken").write_text((tmp_path / "broken").read_text() + "exit 1\n")
+    if for_nvcc is None:
+        with pytest.raises(SystemExit, match=f"^specvis_kernels: .*{command}"):
+            setup["find_compiler"]()
+    else:
+        found = setup["find_compiler"]()
+        assert found == [str(tmp_path / command[0]), *command[1:]]
+        assert [word.removeprefix(f"{tmp_path}/") for word in setup["for_nvcc"](found)] == for_nvcc
+
+
+def test_how_many_compilers_run_at_once(setup, monkeypatch, tmp_path):
+    """As many as MAX_JOBS says if it is a number, else as the container's cores and memory allow."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
+    for asked in ("", "0", "auto", "-1"):
+        monkeypatch.setenv("MAX_JOBS", asked)
+        assert setup["number_of_jobs"](tmp_path) <= 4
+        for name, number, jobs in [("cpu.max", "max 100000", 4), ("cpu.max", "250000 100000", 3), ("memory.max", "max", 3),
+                                   ("memory.max", "700000000", 2), ("memory.max", "1000", 1)]:
+            (tmp_path / name).write_text(f"{number}\n")
+            assert setup["number_of_jobs"](tmp_path) == jobs
+        for file in tmp_path.glob("*.max"):
+            file.unlink()
+    monkeypatch.setenv("MAX_JOBS", "7 ")
+    assert setup["number_of_jobs"](tmp_path) == 7
 
 
 def test_every_kernel_stays_in_registers():
