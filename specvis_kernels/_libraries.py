@@ -2,6 +2,7 @@
 import ctypes
 import re
 import warnings
+from multiprocessing import parent_process
 from pathlib import Path
 
 import torch
@@ -11,10 +12,12 @@ def load_libraries() -> None:
     """Load what is built, which registers its kernels. A built library that does not load is an error: no other kernel
     answers in its place without a word."""
     here = Path(__file__).parent
-    if not (here / "_ops.so").exists() and (here.parent / "csrc").exists():
-        warnings.warn(f"{here} is a source folder without built libraries, so only oracles and Triton answer here: "
-                      "build it with python -m pip install -e . or import the installed package from elsewhere",
-                      stacklevel=3)
+    if not (here / "_ops.so").exists() and not parent_process():  # a server's first process says it for all
+        what_to_do = "install g++, then the package again (pip --force-reinstall, uv --reinstall)"
+        if (here.parent / "csrc").exists():
+            what_to_do = "this is a source folder: run Python elsewhere, or build here by python -m pip install -e ."
+        warnings.warn(f"specvis_kernels has no compiled kernels in {here}, so only slow oracles and Triton answer: "
+                      f"{what_to_do}; PYTHONWARNINGS='ignore:specvis_kernels has no' ends this warning", stacklevel=3)
     for name in ("_ops.so", "_ops_cuda.so"):
         path = here / name
         if path.exists() and (name == "_ops.so" or torch.version.cuda and _driver_knows(path)):

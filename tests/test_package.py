@@ -205,7 +205,7 @@ def test_an_unbuilt_source_folder_says_so(tmp_path):
     shutil.copytree(here, tmp_path / "specvis_kernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     (tmp_path / "csrc").mkdir()
     run = subprocess.run([sys.executable, "-c", "import specvis_kernels"], cwd=tmp_path, capture_output=True, text=True)
-    assert run.returncode == 0 and "is a source folder without built libraries" in run.stderr
+    assert run.returncode == 0 and "UserWarning: specvis_kernels has no compiled kernels" in run.stderr
 
 
 def test_the_constraints_meet_what_the_packages_require():
@@ -237,4 +237,4 @@ def test_every_file_of_data_has_a_license():
 
 def test_the_ops_depend_on_torch_alone():
     written = (ROOT / "pyproject.toml").read_text()
-    assert re.search(r"^dependencies = (\[.*?\])", written, re.M)[1] == '["torch>=2.10"]'
+    assert re.search(r"^dependencies = (\[.*?\])", written, re.M)[1] == '["torch>=2.10.0a0"]'
