@@ -1,5 +1,5 @@
-"""The wheels: the ops', alone with torch in an empty environment, and the program's. And what the ops' build says where
-torch is missing or too old."""
+"""The wheels: the ops', alone with torch in an empty environment, and the program's. And a table of environments: an
+installation there ends with kernels, or with a line that says what to do."""
 import importlib.metadata
 import os
 import re
@@ -42,12 +42,13 @@ def dependencies(name: str, found: dict) -> dict:
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory):
     """environment(*names): the Python of a new virtual environment that sees these distributions and what they require,
-    by links, and nothing else."""
-    def environment(*names):
+    by links, and nothing else; or with `home` they are a user's, which the environment sees as it does the system's."""
+    def environment(*names, home=None):
         folder = tmp_path_factory.mktemp("venv")
-        venv.create(folder, symlinks=True)
-        paths = {"base": str(folder), "platbase": str(folder)}
-        site = Path(sysconfig.get_path("purelib", "venv", vars=paths))
+        venv.create(folder, symlinks=True, system_site_packages=bool(home))
+        paths = {"base": str(folder), "platbase": str(folder), "userbase": f"{home}/.local"}
+        site = Path(sysconfig.get_path("purelib", "posix_user" if home else "venv", vars=paths))
+        site.mkdir(parents=True, exist_ok=True)
         found = {}
         for name in names:
             dependencies(name, found)
@@ -63,6 +64,23 @@ def empty(tmp_path_factory):
 PIP = sys.executable, "-m", "pip", "--disable-pip-version-check"
 WHEEL = *PIP, "wheel", ".", "--no-build-isolation", "--no-deps", "-w"
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
+STUB = f"""#!/bin/sh
+case "$*" in *"${{FAILS:-nothing}}"*) echo "it fails here"; exit 1;; esac
+[ "$1" = --list-gpu-arch ] && printf "compute_%s\\n" 75 80 86 89 90 100 120
+while [ $# -gt 1 ]; do
+    case "$1" in -MF) : > "$2";; -o) /bin/cat "{ROOT}/specvis_kernels/${{2##*/}}" > "$2" 2> /dev/null;; esac
+    shift
+done
+exit 0
+"""  # g++ or nvcc: objects are empty, libraries are those that are built here
+
+
+def put_stubs(folder, *names):
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).write_text("#!/bin/sh\nexec \"$@\"\n" if name == "ccache" else STUB)
+        (folder / name).chmod(0o755)
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -183,18 +201,22 @@ def test_a_wheel_is_the_same_from_another_folder(tmp_path, source):
 
 
 def test_a_wheel_without_libraries_is_for_any_platform(sources, tmp_path):
-    """It says so, and that there was no compiler. Who insists on CUDA gets an error."""
-    command = sys.executable, "setup.py", "bdist_wheel", "--dist-dir", tmp_path
-    built = run(*command, cwd=sources, CXX="no-compiler")
-    assert built.returncode == 0 and built.stdout.startswith(
-        "specvis_kernels: no C++ compiler: built without C++ and CUDA kernels\n"), built.stdout
+    built = run(sys.executable, "setup.py", "bdist_wheel", "--dist-dir", tmp_path, cwd=sources, CXX="", PATH="")
+    assert built.returncode == 0 and built.stdout.splitlines()[-1].startswith(
+        "specvis_kernels: no C++ compiler: built without C++ and CUDA kernels, "), built.stdout
     wheel, = tmp_path.glob("*.whl")
     assert wheel.name == f"{OPS}-py3-none-any.whl"
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
     assert "Root-Is-Purelib: true\n" in read(wheel, f"{OPS}.dist-info/WHEEL")
-    refused = run(*command, cwd=sources, CXX="no-compiler", SPECVIS_CUDA="1")
-    assert refused.returncode == 1
-    assert refused.stdout == "specvis_kernels: SPECVIS_CUDA=1, but there is no C++ compiler\n"
+
+
+def fake_torch(folder, version, cuda="None", headers=True):
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch/__init__.py").touch()
+    (folder / "torch/version.py").write_text(f"__version__ = '{version}'\ncuda: Optional[str] = {cuda}\n")
+    if headers:
+        (folder / "torch/include/torch/csrc/stable").mkdir(parents=True)
+        (folder / "torch/include/torch/csrc/stable/library.h").touch()
 
 
 @pytest.mark.parametrize("torch_cuda, first", [
@@ -202,24 +224,14 @@ def test_a_wheel_without_libraries_is_for_any_platform(sources, tmp_path):
     ("'13.0'", "CUDA kernels are built by {folder}/nvcc for sm_90"),
 ])
 def test_a_build_says_what_it_does(tmp_path, torch_cuda, first):
-    """Which libraries, for which GPUs, and which file of how many; commands where they fail. Compilers and torch are
-    fake: the former make empty files."""
-    for name in ("setup.py", "pyproject.toml", "README.md"):
-        shutil.copy2(ROOT / name, tmp_path)
-    for name in ("csrc", "specvis_kernels"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    (tmp_path / "torch/include/torch/csrc/stable").mkdir(parents=True)
-    (tmp_path / "torch/include/torch/csrc/stable/library.h").touch()
-    (tmp_path / "torch/version.py").write_text(f"__version__ = '2.11.0'\ncuda: Optional[str] = {torch_cuda}\n")
-    for name in ("c++", "nvcc"):
-        (tmp_path / name).write_text("""#!/bin/sh
-            case "$*" in *"$FAILS"*) echo "it fails here"; exit 1;; esac
-            while [ $# -gt 1 ]; do [ "$1" = -o ] && : > "$2"; shift; done""")
-        (tmp_path / name).chmod(0o755)
+    """Which libraries, for which GPUs, and which file of how many; commands where they fail."""
+    copy_sources(tmp_path)
+    fake_torch(tmp_path, "2.11.0", torch_cuda)
+    put_stubs(tmp_path, "c++", "nvcc")
     program = "import sys; sys.path.insert(0, '.'); sys.argv = ['setup.py', 'build_ext', '-q']; import setup"
     variables = {"CXX": str(tmp_path / "c++"), "PATH": f"{tmp_path}:/usr/bin:/bin", "TORCH_CUDA_ARCH_LIST": "9.0",
                  "SPECVIS_CUDA": "", "CUDA_HOME": "", "MAX_JOBS": "1"}
-    built = run(sys.executable, "-c", program, cwd=tmp_path, FAILS="nothing", **variables)
+    built = run(sys.executable, "-c", program, cwd=tmp_path, **variables)
     assert built.returncode == 0, built.stdout
     lines = [line for line in built.stdout.splitlines() if line.startswith("specvis_kernels: ")]
     cpp, cuda = ([str(file.relative_to(tmp_path)) for pattern in patterns
@@ -249,22 +261,89 @@ def test_an_editable_install_is_found_beside_the_clone(empty, tmp_path):
     assert found.stdout == f"{sources}/specvis/__init__.py\n"
 
 
-@pytest.mark.parametrize("command", ["dist_info", "bdist_wheel", "editable_wheel", "build_ext"])
-def test_a_build_without_torch_says_what_to_do(empty, sources, command):
-    """The first line says it; pip runs these commands."""
-    said = run(empty("setuptools"), "setup.py", command, cwd=sources)
-    assert said.returncode == 1
-    assert said.stdout == "specvis_kernels: torch must be installed first: python -m pip install 'torch>=2.10'\n"
+PIP_INSTALL = *PIP, "--python", "PYTHON", "install", "-v", "--no-deps"
+UV_INSTALL = "UV", "pip", "install", "--python", "PYTHON", "--no-deps"
+OFF = "--no-build-isolation"
+UNPRIVILEGED = [shutil.which("setpriv"), "--bounding-set=-dac_override"] if os.geteuid() == 0 else []  # root may write
+NO_CUDA, WITHOUT_75 = "torch has no CUDA: no CUDA kernels", "7.5 left out: the kernels need 8.0 or later, and "
+NO_TORCH = "no torch is found: python -m pip install 'torch>=2.10'. If it is installed, "
+FAILS = "the compiler does not compile int main() {} by "
+ENVIRONMENTS = {  # what the installation ends with, a line that it says, and what the environment is
+    "pip": ("kernels", NO_CUDA, {"by": (*PIP_INSTALL, ".")}),
+    "pip, torch of the system": ("kernels", NO_CUDA, {"by": (*PIP_INSTALL, "."), "torch": "system"}),
+    "pip, editable": ("kernels", NO_CUDA, {"by": (*PIP_INSTALL, "-e", ".")}),
+    "pip, isolation off": ("kernels", NO_CUDA, {}),
+    "pip, no torch": ("a line", NO_TORCH, {"torch": None}),
+    "pip, old torch": ("a line", "torch 2.9.1 is too old: python -m pip install 'torch>=2.10'", {"torch": "2.9.1"}),
+    "pip, torch without headers": ("a line", "torch 2.12.0 has no headers in ", {"torch": "2.12.0"}),
+    "pip, read-only": ("a line", "a build writes into FOLDER, which is read-only: install from a copy of it",
+                       {"by": (*UNPRIVILEGED, *PIP_INSTALL, OFF, ".")}),
+    "uv": ("a line", f"{NO_TORCH}python -m pip install {OFF} . or uv pip install {OFF} . finds it",
+           {"by": (*UV_INSTALL, ".")}),
+    "uv, isolation off": ("kernels", None, {"by": (*UV_INSTALL, OFF, ".")}),
+    "NVIDIA's image": ("kernels", WITHOUT_75, {"SPECVIS_CUDA": "1", "MAX_JOBS": "",  # 26.07
+                                               "TORCH_CUDA_ARCH_LIST": "7.5 8.0 8.6 9.0 10.0 12.0+PTX"}),
+    "vLLM's image": ("kernels", WITHOUT_75, {"SPECVIS_CUDA": "1",  # vllm-openai 0.29
+                                             "TORCH_CUDA_ARCH_LIST": "7.5 8.0 8.6 8.9 9.0 10.0 12.0"}),
+    "no GPU remains": ("a line", "no GPU to build for remains of 7.0, 7.5 ",
+                       {"SPECVIS_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "7.0 7.5+PTX"}),
+    "no compiler": ("oracles", "no C++ compiler: built without C++ and CUDA kernels", {"tools": ()}),
+    "no nvcc": ("a line", "SPECVIS_CUDA=1, but no nvcc in ", {"tools": ["g++"], "SPECVIS_CUDA": "1"}),
+    "ccache": ("kernels", NO_CUDA, {"CXX": "ccache g++ -m64"}),
+    "CXX is missing": ("a line", "the compiler clang++ -x c++ does not run: No such file", {"CXX": "clang++"}),
+    "g++ fails": ("a line", f"{FAILS}g++ -x c++: it fails here", {"FAILS": "-x c++"}),
+    "nvcc fails": ("a line", FAILS, {"FAILS": "-x cu", "SPECVIS_CUDA": "1"}),
+    "SPECVIS_CUDA=yes": ("a line", "SPECVIS_CUDA must be 0 or 1, got 'yes'", {"SPECVIS_CUDA": "yes"}),
+}
 
 
-def test_a_build_with_an_old_torch_says_what_to_do(empty, sources, tmp_path):
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/version.py").write_text("__version__ = '2.9.1+cpu'\ncuda = None\n")
-    code = f"import runpy, sys; sys.argv = ['setup.py', 'build_ext']; sys.path.insert(0, {str(tmp_path)!r});" \
-        " runpy.run_path('setup.py', run_name='__main__')"
-    said = run(empty("setuptools"), "-c", code, cwd=sources)
-    assert said.returncode == 1
-    assert said.stdout == "specvis_kernels: torch 2.9.1+cpu is too old: python -m pip install 'torch>=2.10'\n"
+@pytest.fixture(scope="module")
+def uv(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uv")
+    installed = run(*PIP, "install", "--target", folder, "uv", cwd=folder)
+    return folder / "bin/uv" if not installed.returncode else pytest.skip(f"no uv: {installed.stdout[-300:]}")
+
+
+@pytest.mark.skipif(not (ROOT / "specvis_kernels/_ops.so").exists(), reason="needs the C++ kernels")
+@pytest.mark.parametrize("end, line, what", ENVIRONMENTS.values(), ids=ENVIRONMENTS)
+def test_an_installation_ends_with_kernels_or_with_a_line(empty, request, tmp_path, end, line, what):
+    """From a folder with a space in its name. The compilers are stubs, and no others are found."""
+    variables = {"PATH": put_stubs(tmp_path / "bin", *what.get("tools", ("g++", "nvcc", "ccache"))), "CXX": "",
+                 "SPECVIS_CUDA": "", "CUDA_HOME": "", "TORCH_CUDA_ARCH_LIST": "", "HOME": str(tmp_path / "home")}
+    variables |= {name: value for name, value in what.items() if name.isupper()}
+    torch = what.get("torch", "torch")
+    python = empty("setuptools", *(["torch"] if torch in ("torch", "system") else []),
+                   home=tmp_path / "home" if torch == "system" else None)
+    if torch and torch[0].isdigit():
+        fake_torch(next(python.parent.parent.glob("lib/*/site-packages")), torch, headers=torch == "2.9.1")
+    sources = copy_sources(tmp_path / "a cloné")
+    setup = (sources / "setup.py").read_text()
+    (sources / "setup.py").write_text(setup.replace("/usr/local/cuda", "/no/cuda"))
+    if line and "read-only" in line:
+        run("chmod", "-R", "a-w", sources, cwd=tmp_path)
+    command = [python if word == "PYTHON" else request.getfixturevalue("uv") if word == "UV" else word
+               for word in what.get("by", (*PIP_INSTALL, OFF, "."))]
+    said = run(*command, cwd=sources, **variables)
+    lines = [text.strip() for text in said.stdout.splitlines() if text.strip().startswith("specvis_kernels: ")]
+    start = f"specvis_kernels: {line}".replace("FOLDER", str(sources))
+    assert line is None or [text for text in lines if text.startswith(start)], said.stdout
+    assert (said.returncode == 0) == (end != "a line"), said.stdout
+    if end == "a line":
+        assert "Traceback" not in said.stdout and len(lines) == 1, said.stdout
+        return
+    used = run(python, "-c", "import specvis_kernels as s; print(s.__file__, s.backends('tree_links', 'cpu'))",
+               cwd=tmp_path, **variables)
+    assert used.stdout.endswith(" ['oracle', 'cpu']\n" if end == "kernels" else " ['oracle']\n"), used.stdout
+    assert ("UserWarning: specvis_kernels has no compiled kernels" in used.stdout) == (end == "oracles"), used.stdout
+
+
+def test_two_builds_in_one_folder_take_turns(sources, tmp_path):
+    variables = os.environ | {"CXX": "", "SPECVIS_CUDA": "0", "PATH": put_stubs(tmp_path / "bin", "g++")}
+    command = sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir"
+    builds = [subprocess.Popen([*command, tmp_path / str(i)], cwd=sources, env=variables) for i in range(3)]
+    assert [build.wait() for build in builds] == [0, 0, 0]
+    first, *others = [next((tmp_path / str(i)).glob("*.whl")) for i in range(3)]
+    assert all(zipfile.ZipFile(first).namelist() == zipfile.ZipFile(other).namelist() for other in others)
 
 
 def test_sources_are_packed_without_torch(empty, sources, tmp_path):
