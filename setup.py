@@ -111,7 +111,7 @@ def find_compiler() -> list[str] | None:
     command = [asked] if shutil.which(asked) else shlex.split(asked) or ["g++"]
     if not asked and not shutil.which("g++"):
         return None
-    check_that_it_works(*command, "-x", "c++")
+    check_that_it_works(*command, "-std=c++17", "-x", "c++")
     return [shutil.which(command[0]), *command[1:]]
 
 
@@ -200,7 +200,7 @@ def gpu_flags(nvcc: str) -> list[str]:
     names = ", ".join(f"{match[1]}.{match[2]}" for match in left_out)
     why = f"the kernels need 8.0 or later, and {nvcc} knows {', '.join(all_known)}"
     if not built:
-        refuse(f"no GPU to build for remains of {names} (choose by TORCH_CUDA_ARCH_LIST): {why}")
+        refuse(f"of {names} no GPU remains: {why}: choose by TORCH_CUDA_ARCH_LIST")
     if left_out:
         say(f"{names} left out: {why}")
     flags = {}  # no flag twice
@@ -309,7 +309,7 @@ class Build(build_ext):
         self.nvcc = find_nvcc(self.torch)
         if self.nvcc:
             self.gpus = gpu_flags(self.nvcc)
-            check_that_it_works(self.nvcc, *for_nvcc(self.cpp), *self.gpus, "-x", "cu")
+            check_that_it_works(self.nvcc, *for_nvcc(self.cpp), *self.gpus, "-std=c++17", "-x", "cu")
         else:
             self.extensions = [e for e in self.extensions if not e.name.endswith("_cuda")]
         super().run()
@@ -417,8 +417,9 @@ EXTENSIONS = [
     Extension("specvis_kernels._ops_cuda", sources("bindings/*.cpp", "cuda/*.cpp", "cuda/*.cu")),
 ]
 IS_BUILD = not NEED_TORCH.isdisjoint(sys.argv)
-if not os.access(".", os.W_OK):
-    refuse(f"a build writes into {Path.cwd()}, which is read-only: install from a copy of it")
+for FOLDER in (Path.cwd(), OBJECTS.resolve()):
+    if FOLDER.exists() and not os.access(FOLDER, os.W_OK):
+        refuse(f"a build writes into {FOLDER}, and may not: install from a copy of the sources")
 if IS_BUILD:
     find_torch()  # before anything else, so that a missing torch is the first line that a build prints
     if os.environ.get("SPECVIS_CUDA", "") not in ("", "0", "1"):

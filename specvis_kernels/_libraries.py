@@ -13,7 +13,7 @@ def load_libraries() -> None:
     answers in its place without a word."""
     here = Path(__file__).parent
     if not (here / "_ops.so").exists() and not parent_process():  # a server's first process says it for all
-        what_to_do = "install g++, then the package again (pip --force-reinstall, uv --reinstall)"
+        what_to_do = "install g++, and the package again from its sources"
         if (here.parent / "csrc").exists():
             what_to_do = "this is a source folder: run Python elsewhere, or build here by python -m pip install -e ."
         warnings.warn(f"specvis_kernels has no compiled kernels in {here}, so only slow oracles and Triton answer: "
