@@ -110,7 +110,7 @@ class ByRule(refresh.Refresh):
         sampling = state.settings.sampling
 
         def draw(logits):
-            return sampling.draw_from(logits, positions).tokens
+            return sampling.draw(logits, positions).tokens
 
         def ahead(logits, first, second):
             """By how much one token is before another where they are drawn from these logits."""

@@ -9,7 +9,6 @@ from ._checks import check, check_dims, integers, setting
 from ._define import define
 from ._numbers import draw, to_fixed_point
 from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE
-from .token_log_probs import WithLogProbs, log_of_probs, with_log_probs
 
 
 class CoupleTokensResult(NamedTuple):
@@ -20,19 +19,11 @@ class CoupleTokensResult(NamedTuple):
     tv_excess: Tensor  # (B, W) float32
     status: Tensor     # (B, W) int32
 
-    @property
-    def log_probs(self) -> Tensor | None:
-        """None, unless they were asked for."""
-
-
-class _CoupleTokensWithLogProbs(WithLogProbs, CoupleTokensResult):
-    pass
-
 
 def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uniforms: Tensor, *,
                   omega: Tensor | float | None = None, neighbors: Tensor | None = None,
                   delta: Tensor | float | None = None, cutoff: str = "tvd", offset: int = 0,
-                  groups: Tensor | None = None, residual: str = "optimal", log_probs: bool = False,
+                  groups: Tensor | None = None, residual: str = "optimal",
                   backend: str | None = None) -> CoupleTokensResult:
     """Turn guesses that were drawn from Q into draws from P, and keep as many of them as that allows.
 
@@ -77,8 +68,6 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
         groups:        (B, W, k) int32 or int64   the ids that count with each guess, distinct. -1 pads: ids outside
                                                [0, V) do not count, and the guess counts once, listed or not
         residual:      "optimal", "relaxed" or "released"
-        log_probs:     whether to compute the log-probabilities of the tokens, too, which the result has as an
-                       attribute
         backend:       None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
@@ -97,9 +86,6 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
                                     INVALID_RULE: omega is negative or NaN, or is below 1 with groups or with
                                     neighbors and the optimal residual; the token comes from P.
                                     The guess is not kept in any of these cases
-        log_probs:  (B, W) float32  in nats, log P of each token; -inf for probability 0 or NaN. Where neighbors, groups
-                                    or omega above 1 relax the rule, a kept guess is no draw from P, but this is its
-                                    probability there still. None unless asked for
 
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above, W or V is 0, neighbors come without
@@ -134,12 +120,8 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
             raise ValueError(f"residual must be 'optimal' with groups, got {residual!r}")
         k = check_dims("groups", groups, "BWk")[2]
         groups = integers("groups", groups, torch.int64, like, B=B, W=W, k=k)
-    result = _call(backend, target_probs, draft_probs, tokens, uniforms, omega, neighbors, delta, groups, cutoff,
-                   offset, residual)
-    if not log_probs:
-        return result
-    probs = target_probs.gather(-1, result.tokens[..., None])[..., 0]
-    return with_log_probs(_CoupleTokensWithLogProbs, result, log_of_probs(probs))
+    return _call(backend, target_probs, draft_probs, tokens, uniforms, omega, neighbors, delta, groups, cutoff, offset,
+                 residual)
 
 
 def _oracle(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uniforms: Tensor, omega: Tensor | None,

@@ -9,7 +9,6 @@ from ._define import define
 from ._filters import check_filters, check_logits, check_settings, filter_logits, range_of_nodes
 from .noise import gumbel_noise
 from .status import INVALID_ROW
-from .token_log_probs import TokenLogProbsResult, WithLogProbs, token_log_probs, with_log_probs
 
 
 class DrawTokensResult(NamedTuple):
@@ -19,20 +18,11 @@ class DrawTokensResult(NamedTuple):
     ahead_tokens: Tensor  # (B, N) int64
     status: Tensor        # (B, N) int32
 
-    @property
-    def log_probs(self) -> TokenLogProbsResult | None:
-        """None, unless they were asked for."""
-
-
-class _DrawTokensWithLogProbs(WithLogProbs, DrawTokensResult):
-    pass
-
 
 def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float | None, temperature: Tensor | float,
                 top_k: Tensor | int, top_p: Tensor | float, seeds: Tensor, positions: Tensor, *,
                 id_range: Tensor | tuple[int, int] | None = None, filters: str = "k_then_p",
-                guesses: Tensor | None = None, ahead: int = 0, log_probs: bool = False,
-                backend: str | None = None) -> DrawTokensResult:
+                guesses: Tensor | None = None, ahead: int = 0, backend: str | None = None) -> DrawTokensResult:
     """Draw one token from each row of logits. The seed and the position decide the noise, and nothing else does.
 
     Guidance, temperature, top-k and top-p work as in `guided_probs`, and keep the same ids. Then
@@ -71,8 +61,6 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
         guesses:      (B, N) int32 or int64   a guess for each row's token; -1: no guess. None: no guesses at all. The
                                               guess of row n is the token of node n + 1, the last row has none
         ahead:        by how many positions the second draw's noise is later; 0: there is no second draw
-        log_probs:    whether to compute the log-probabilities of the tokens, too, which the result has as an
-                      attribute
         backend:      None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
@@ -80,8 +68,6 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
         num_accepted:  (B,)   int32   how many leading guesses equal their tokens; a guess at an invalid row does not
         ahead_tokens:  (B, N) int64   the second draw; equal to `tokens` if ahead is 0
         status:        (B, N) int32   INVALID_ROW: the row is invalid, as in `guided_probs`
-        log_probs:     with fields (B, N)   of `tokens`, as `token_log_probs` gives them; with guesses 0 after the first
-                                      num_accepted + 1. None unless asked for
 
     Raises:
         ValueError: a dtype, shape or device differs from the above, id_range is two integers but not
@@ -106,14 +92,7 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
     if guesses is not None:
         guesses = integers("guesses", guesses, torch.int64, logits, B=B, N=N)
     ahead = check_count("ahead", ahead, 0)
-    drawn = _call(backend, logits, uncond, *settings, seeds, positions, *ids, filters, guesses, ahead)
-    if not log_probs:
-        return drawn
-    rows = torch.arange(N, device=logits.device).expand(B, N)
-    if guesses is not None:
-        rows = torch.where(rows <= drawn.num_accepted[:, None], rows, -1)
-    return with_log_probs(_DrawTokensWithLogProbs, drawn, token_log_probs(
-        logits, uncond, *settings, drawn.tokens, rows=rows, id_range=id_range, filters=filters, backend=backend))
+    return _call(backend, logits, uncond, *settings, seeds, positions, *ids, filters, guesses, ahead)
 
 
 def _oracle(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,

@@ -2,13 +2,12 @@
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ._checks import check_dims, integers
 from ._define import define
 from ._filters import MASS_ONE, check_filters, check_logits, check_settings, filter_logits, range_of_nodes, to_mass
-from ._numbers import LARGEST, exp, log
+from ._numbers import exp, log
 from .status import INVALID_ROW
 
 
@@ -81,38 +80,6 @@ def token_log_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | fl
         rows = integers("rows", rows, torch.int64, logits, B=B, K=K)
     tokens = integers("tokens", tokens, torch.int64, logits, B=B, K=K)
     return _call(backend, logits, uncond, *settings, tokens, rows, *ids, filters)
-
-
-def log_of_probs(p: Tensor) -> Tensor:
-    """log of float32 probabilities, with the same bits everywhere; -inf for 0 and for what is no probability."""
-    least = torch.finfo(torch.float32).tiny
-    return torch.where((p >= least) & (p <= LARGEST), log(p.clamp(min=least)), -torch.inf)
-
-
-class WithLogProbs:
-    """A named tuple with the attribute `log_probs`, which is no item: without it, results are unpacked alike."""
-    log_probs = None
-
-    def __repr__(self):
-        return f"{super().__repr__()[:-1]}, log_probs={self.log_probs})"
-
-    def _replace(self, **fields):
-        return with_log_probs(type(self), super()._replace(**fields), self.log_probs)
-
-
-def with_log_probs(kind: type, result: tuple, log_probs: Tensor | TokenLogProbsResult) -> tuple:
-    """A result as this kind, a subclass of its class."""
-    result = kind(*result)
-    result.log_probs = log_probs
-    return result
-
-
-def emitted(tokens: Tensor, accepted_nodes: Tensor, num_accepted: Tensor,
-            next_token: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows (B, P + 1) that the tokens of a verified tree were drawn from, -1 after the last, and these tokens."""
-    rows = F.pad(accepted_nodes.long(), (1, 0))  # the root's row first
-    drafts = F.pad(tokens.gather(1, accepted_nodes.long().clamp(min=0)), (0, 1))
-    return rows, drafts.scatter(1, num_accepted.long()[:, None], next_token[:, None])
 
 
 def _oracle(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,

@@ -10,7 +10,6 @@ from ._checks import INTEGERS, check, check_count, check_dims, integers, setting
 from ._define import define
 from ._numbers import FIXED_ONE, draw, log, to_fixed_point
 from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_TREE
-from .token_log_probs import WithLogProbs, log_of_probs, with_log_probs
 from .verify_tree import Rule, check_rule, verify_nodes
 
 RULES = ("strict", "block", "fly")
@@ -23,21 +22,13 @@ class VerifyChainResult(NamedTuple):
     tv_excess: Tensor     # (B,) float32
     status: Tensor        # (B,) int32
 
-    @property
-    def log_probs(self) -> Tensor | None:
-        """None, unless they were asked for."""
-
-
-class _VerifyChainWithLogProbs(WithLogProbs, VerifyChainResult):
-    pass
-
 
 def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens: Tensor, uniforms: Tensor, *,
                  bonus_tokens: Tensor | None = None, draft_probs: Tensor | None = None,
                  neighbors: Tensor | None = None, delta: Tensor | float | None = None, cutoff: str = "tvd",
                  offset: int = 0, omega: Tensor | float | None = None, residual: str = "optimal",
                  empty: str = "target", greedy: Tensor | bool | None = None, rule: str = "strict",
-                 window: int | None = None, entropy: float | None = None, log_probs: bool = False,
+                 window: int | None = None, entropy: float | None = None,
                  backend: str | None = None) -> VerifyChainResult:
     """Accept the leading drafts of each request, one guess for each position, and draw the token that follows them.
 
@@ -89,7 +80,6 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
         rule:                 "strict", "block" or "fly"
         window:               how many drafts after a rejected one "fly" looks at, >= 1
         entropy:              the least entropy at which "fly" does so, in nats, >= 0, as float32; inf: never
-        log_probs:            whether to compute the log-probabilities of the accepted drafts and next tokens, too
         backend:              None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
@@ -106,11 +96,6 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
                                      INVALID_ROW, INVALID_DRAFT, INVALID_RULE, EMPTY_RESIDUAL: as in verify_tree. A
                                      request without drafts needs no rule: its omega is not read. By "block" also what
                                      ends the drafts after those that are accepted
-        log_probs:     (T,) float32  in nats, of the token that each row of target_probs gave, in this row: an accepted
-                                     draft, or the next token; -inf for probability 0 or NaN, 0 where a row gave none. A
-                                     bonus token has no row. Where neighbors, omega above 1 or "fly" relax the rule, the
-                                     target has not drawn the tokens, but these are its probabilities still. None unless
-                                     asked for
 
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above, V is 0, neighbors come without delta,
@@ -161,30 +146,9 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
         raise ValueError(f"window and entropy must be None for rule {rule!r}, got {window!r} and {entropy!r}")
     if rule == "block" and draft_probs is None:
         rule = "strict"
-    result = _call(backend, target_probs, draft_tokens, cu_num_draft_tokens, uniforms, bonus_tokens, draft_probs,
-                   neighbors, delta, omega, greedy, cutoff, offset, residual, empty, rule, window or 0,
-                   float(entropy or 0))
-    if not log_probs:
-        return result
-    return with_log_probs(_VerifyChainWithLogProbs, result, _log_probs(
-        target_probs, draft_tokens, cu_num_draft_tokens, result, num_bonus_rows=0 if bonus_tokens is not None else 1))
-
-
-def _log_probs(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens: Tensor, result: VerifyChainResult,
-               num_bonus_rows: int) -> Tensor:
-    """(T,) see `verify_chain`. num_bonus_rows: how many rows a request has beside those of its drafts"""
-    T, D, B, device = len(target_probs), len(draft_tokens), len(cu_num_draft_tokens), target_probs.device
-    if B == 0:
-        return target_probs.new_zeros(T)
-    first, num_drafts, is_in_place = _drafts_of_requests(cu_num_draft_tokens, D)
-    begin, row = first + torch.arange(B, device=device) * num_bonus_rows, torch.arange(T, device=device)
-    request = ((begin[:, None] <= row) & is_in_place[:, None]).sum(0).sub(1).clamp(min=0)  # of each row
-    index, num_accepted = row - begin[request], result.num_accepted[request]
-    draft = torch.nn.functional.pad(draft_tokens.long(), (0, 1))[(row - request * num_bonus_rows).clamp(0, D)]
-    tokens = torch.where(index < num_accepted, draft, result.next_token[request])
-    has_token = (index <= num_accepted) & (index < num_drafts[request] + num_bonus_rows) & is_in_place[request]
-    tokens = torch.where(has_token, tokens, 0)  # a bonus token may be any id
-    return torch.where(has_token, log_of_probs(target_probs.gather(1, tokens[:, None])[:, 0]), 0.0)
+    return _call(backend, target_probs, draft_tokens, cu_num_draft_tokens, uniforms, bonus_tokens, draft_probs,
+                 neighbors, delta, omega, greedy, cutoff, offset, residual, empty, rule, window or 0,
+                 float(entropy or 0))
 
 
 def _drafts_of_requests(cu_num_draft_tokens: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor]:

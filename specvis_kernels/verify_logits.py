@@ -8,9 +8,8 @@ from ._filters import check_filters, check_logits, check_settings, range_of_node
 from .draw_tokens import _oracle as draw_tokens_oracle
 from .guided_probs import _oracle as guided_probs_oracle
 from .status import INVALID_ROW
-from .token_log_probs import emitted, token_log_probs, with_log_probs
 from .verify_greedy import _oracle as verify_greedy_oracle
-from .verify_tree import Rule, VerifyResult, VerifyWithLogProbs, check_rule, verify_rows
+from .verify_tree import Rule, VerifyResult, check_rule, verify_rows
 
 
 def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_child: Tensor, next_sibling: Tensor,
@@ -20,7 +19,7 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
                   draft_probs: Tensor | None = None, draft_row: Tensor | None = None, neighbors: Tensor | None = None,
                   delta: Tensor | float | None = None, cutoff: str = "tvd", offset: int = 0,
                   omega: Tensor | float | None = None, residual: str = "optimal", empty: str = "target",
-                  seeds: Tensor | None = None, positions: Tensor | None = None, log_probs: bool = False,
+                  seeds: Tensor | None = None, positions: Tensor | None = None,
                   backend: str | None = None) -> VerifyResult:
     """Accept drafted tokens along one path of each request's tree, straight from the logits of the tree's nodes.
 
@@ -70,7 +69,6 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
         seeds:         (B,) int32 or int64      verification by equality: one for each request. Then uniforms,
                                                 draft_probs, neighbors, delta and omega are None
         positions:     (B, N) int32 or int64    of the token that each row predicts; the low 32 bits count. With seeds
-        log_probs:     whether to compute the log-probabilities of the accepted tokens and of the next one, too
         backend:       None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
@@ -82,10 +80,6 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
                                          next_token is 0.
                                          INVALID_DRAFT, INVALID_TREE, INVALID_RULE, EMPTY_RESIDUAL: as in verify_tree;
                                          with seeds, INVALID_TREE as in verify_greedy and no other bit
-        log_probs:       with fields (B, P + 1)   as `token_log_probs` gives them: of the accepted tokens from the root
-                                         down and of the next token in the rows of the target that they follow; 0 after
-                                         it. Where neighbors or omega above 1 relax the rule, the target has not drawn
-                                         the tokens, but these are its probabilities still. None unless asked for
 
     Raises:
         ValueError: a dtype, shape or device differs from the above, N is 0, V is 0 or above 2**19, M is 0, id_range is
@@ -123,14 +117,8 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
                                  f"target's own draw, and {name} plays no part in that")
         seeds = integers("seeds", seeds, torch.int64, logits, B=B)
         positions = integers("positions", positions, torch.int64, logits, B=B, N=N)
-    result = _call(
-        backend, logits, uncond, *tree, uniforms, *settings, ids[0], draft_probs, draft_row, neighbors, delta, omega,
-        seeds, positions, *ids[1:], filters, cutoff, offset, residual, empty, max_depth)
-    if not log_probs:
-        return result
-    rows, new_tokens = emitted(tree[0], result.accepted_nodes, result.num_accepted, result.next_token)
-    return with_log_probs(VerifyWithLogProbs, result, token_log_probs(
-        logits, uncond, *settings, new_tokens, rows=rows, id_range=id_range, filters=filters, backend=backend))
+    return _call(backend, logits, uncond, *tree, uniforms, *settings, ids[0], draft_probs, draft_row, neighbors, delta,
+                 omega, seeds, positions, *ids[1:], filters, cutoff, offset, residual, empty, max_depth)
 
 
 def _oracle(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_child: Tensor, next_sibling: Tensor,

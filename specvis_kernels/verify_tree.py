@@ -10,7 +10,6 @@ from ._define import define
 from ._numbers import draw, to_fixed_point, uniform_mass
 from .neighborhood_sum import neighbor_prefix
 from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE
-from .token_log_probs import TokenLogProbsResult, WithLogProbs, emitted, log_of_probs, with_log_probs
 
 
 class VerifyResult(NamedTuple):
@@ -21,21 +20,12 @@ class VerifyResult(NamedTuple):
     tv_excess: Tensor       # (B,)   float32
     status: Tensor          # (B,)   int32
 
-    @property
-    def log_probs(self) -> Tensor | TokenLogProbsResult | None:
-        """None, unless they were asked for."""
-
-
-class VerifyWithLogProbs(WithLogProbs, VerifyResult):
-    pass
-
 
 def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_sibling: Tensor,
                 uniforms: Tensor, *, max_depth: int | None = None, draft_probs: Tensor | None = None,
                 draft_row: Tensor | None = None, neighbors: Tensor | None = None, delta: Tensor | float | None = None,
                 cutoff: str = "tvd", offset: int = 0, omega: Tensor | float | None = None, residual: str = "optimal",
-                empty: str = "target", greedy: Tensor | bool | None = None, log_probs: bool = False,
-                backend: str | None = None) -> VerifyResult:
+                empty: str = "target", greedy: Tensor | bool | None = None, backend: str | None = None) -> VerifyResult:
     """Accept drafted tokens along one path of each request's tree, and draw the token that follows them.
 
     Verification starts at the root. At each node, R starts as the node's row of target_probs, and the children are
@@ -108,7 +98,6 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         residual:      "optimal", "relaxed" or "released"
         empty:         "target" or "uniform": what takes the place of an empty R
         greedy:        (B,) bool or one bool   which requests are greedy; None: no request
-        log_probs:     whether to compute the log-probabilities of the accepted tokens and of the next one, too
         backend:       None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
@@ -130,11 +119,6 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
                                          INVALID_RULE: an omega is negative or NaN, or is below 1 with neighbors and
                                          the optimal residual; nothing is accepted, and next_token is drawn at
                                          the root
-        log_probs:       (B, P + 1) float32   in nats: of the accepted tokens from the root down and of the next token
-                                         in the rows of target_probs that they follow, greedy or not; -inf for
-                                         probability 0 or NaN, 0 after the next token. Where neighbors or omega above 1
-                                         relax the rule, the target has not drawn the tokens, but these are its
-                                         probabilities still. None unless asked for
 
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above, N or V or M is 0, draft_probs
@@ -160,14 +144,8 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
                                                  residual, empty, max_depth, target_probs)
     if greedy is not None:
         greedy = setting("greedy", greedy, torch.bool, target_probs, B=B)
-    result = _call(backend, target_probs, *tree, uniforms, draft_probs, draft_row, neighbors, delta, omega, greedy,
-                   cutoff, offset, residual, empty, max_depth)
-    if not log_probs:
-        return result
-    rows, new_tokens = emitted(tree[0], result.accepted_nodes, result.num_accepted, result.next_token)
-    request = torch.arange(B, device=rows.device)[:, None]
-    each = log_of_probs(target_probs[request, rows.clamp(min=0), new_tokens])
-    return with_log_probs(VerifyWithLogProbs, result, torch.where(rows >= 0, each, 0.0))
+    return _call(backend, target_probs, *tree, uniforms, draft_probs, draft_row, neighbors, delta, omega, greedy,
+                 cutoff, offset, residual, empty, max_depth)
 
 
 def check_rule(draft_probs: Tensor | None, draft_row: Tensor | None, neighbors: Tensor | None,

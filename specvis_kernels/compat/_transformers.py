@@ -6,7 +6,7 @@ from collections.abc import Sequence, Sized
 import torch
 from torch import Tensor
 
-from .. import TokenLogProbsResult, check_status, commit_kv, tree_mask
+from .. import check_status, commit_kv, token_log_probs, tree_mask
 from .._checks import check
 from ._hosts import check_model, masked_ids
 from ._settings import GREEDY, settings_of
@@ -293,11 +293,11 @@ class Output:
     def newest(self) -> Tensor:
         return self.tokens.gather(1, self.num_made[:, None] - 1)[:, 0]
 
-    def take(self, tokens: Tensor, num_tokens: Tensor, log_probs: TokenLogProbsResult | None,
-             **statuses: Tensor) -> None:
+    def take(self, tokens: Tensor, num_tokens: Tensor, logits: tuple[Tensor, Tensor | None], positions: Tensor,
+             rows: Tensor | None = None, **statuses: Tensor) -> None:
         """Append the first num_tokens (B,) of tokens (B, M), until a request is finished: the loop's host read.
 
-        log_probs: of these tokens, or of more
+        logits, as `Target` gives them, predict tokens at positions (B, N); rows: see `token_log_probs`
         statuses (B,) are of ops, by their names. They are checked for requests that were not finished before.
         """
         statuses = {op: torch.where(self.is_finished, 0, status) for op, status in statuses.items()}
@@ -310,8 +310,10 @@ class Output:
         is_new = index < num[:, None]
         scratch = torch.where(is_new, self.num_made[:, None] + index, self.limit)
         self.tokens.scatter_(1, scratch, tokens)
-        if log_probs is not None:
-            new = torch.stack([log_probs.sampled, log_probs.full], -1)[:, :tokens.shape[1]]
+        if self.log_probs is not None:
+            new = token_log_probs(*logits, self.asked.guidance, **self.asked.settings, tokens=tokens, rows=rows,
+                                  id_range=self.asked.ids(positions))
+            new = torch.stack([new.sampled, new.full], -1)
             self.log_probs.scatter_(1, scratch[..., None].expand(-1, -1, 2), new)
         self.num_made = self.num_made + num
         self.is_finished = self.is_finished | has_end | (self.num_made >= self.limit)

@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .. import check_status, draw_children, draw_tokens, guided_probs, tree_from_choices, tree_links, verify_logits
 from .._checks import check, check_count
-from ..token_log_probs import emitted
 from ._hosts import unwrapped
 from ._transformers import Asked, Output, Target, described
 
@@ -109,12 +109,17 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
     output = Output(input_ids, asked)
     ancestors, depth, first_child, next_sibling = (t.expand(B, *t.shape[1:]) for t in tree.links)
 
-    def verify_nodes(logits, uncond, tokens, depth, links, **rule):
+    def verify_nodes(logits, tokens, depth, links, **rule):
+        """verify_logits's result, and what `Output.take` wants of it."""
         positions = output.num_made[:, None] + depth
         draws = dict(uniforms=None, seeds=seeds, positions=positions) if seeds is not None else dict(
             uniforms=torch.rand(tokens.shape, dtype=torch.float32, device=tokens.device))
-        return verify_logits(logits, uncond, tokens, *links, guidance=asked.guidance, **asked.settings,
-                             id_range=asked.ids(positions), log_probs=log_probs, **draws, **rule)
+        result = verify_logits(*logits, tokens, *links, guidance=asked.guidance, **asked.settings,
+                               id_range=asked.ids(positions), **draws, **rule)
+        rows, num_accepted = pad(result.accepted_nodes.long(), (1, 0)), result.num_accepted.long()
+        new_tokens = pad(tokens.gather(1, rows[:, 1:].clamp(min=0)), (0, 1))
+        new_tokens.scatter_(1, num_accepted[:, None], result.next_token[:, None])
+        return result, (new_tokens, num_accepted + 1, logits, positions, rows)
 
     def drafts(tokens):
         """Fills in the children level by level; returns the rows that they come from (B, F, V), and status (B,)."""
@@ -137,8 +142,8 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
         return torch.cat(rows, 1), status
 
     none = torch.full((B, 1), -1, dtype=torch.int32, device=input_ids.device)
-    root = verify_nodes(*target.prefill(), input_ids[:, -1:], torch.zeros_like(none), (none, none), max_depth=0)
-    output.take(root.next_token[:, None], torch.ones_like(root.next_token), root.log_probs, verify_logits=root.status)
+    root, new = verify_nodes(target.prefill(), input_ids[:, -1:], torch.zeros_like(none), (none, none), max_depth=0)
+    output.take(*new, verify_logits=root.status)
     while not output.is_done:
         tokens = output.newest()[:, None].repeat(1, N)
         draft_probs, draft_status = drafts(tokens)
@@ -146,12 +151,10 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
         if seeds is None and asked.do_sample:
             rule.update(draft_probs=draft_probs, draft_row=tree.draft_row.expand(B, N))
         logits = target.read(tokens, depth, ancestors, output)
-        result = verify_nodes(*logits, tokens, depth, (first_child, next_sibling), **rule)
+        result, new = verify_nodes(logits, tokens, depth, (first_child, next_sibling), **rule)
         is_open = ~output.is_finished
         target.commit(result.accepted_nodes, torch.where(is_open, result.num_accepted, -1), output)
-        _, new_tokens = emitted(tokens, result.accepted_nodes, result.num_accepted, result.next_token)
-        output.take(new_tokens, result.num_accepted + 1, result.log_probs, draw_children=draft_status,
-                    verify_logits=result.status)
+        output.take(*new, draw_children=draft_status, verify_logits=result.status)
     return output.result(stats, target)
 
 
@@ -217,30 +220,32 @@ def jacobi_generate(model, input_ids: Tensor, logits_processor: Sequence | None 
         return draw_tokens(logits, uncond, asked.guidance, **asked.settings, seeds=seeds, positions=positions,
                            id_range=asked.ids(positions), **options)
 
-    def draw_from_last(logits, uncond, first, **options):
+    def draw_from_last(logits, uncond, first):
         """Guesses of most + 1 positions from `first` (B,) on, or a row of the grid, by one row of logits (B, 1, V)."""
         positions = first[:, None] + step
         logits, uncond = (None if x is None else x.expand(-1, len(step), -1) for x in (logits, uncond))
-        drawn = draw(logits, uncond, positions, **options)
+        drawn = draw(logits, uncond, positions)
         image.scatter_(1, positions, drawn.tokens)
         return drawn
 
-    first = draw_from_last(*target.prefill(), output.num_made, log_probs=log_probs)
-    output.take(image[:, :1], torch.ones_like(output.num_made), first.log_probs, draw_tokens=first.status[:, 0])
+    logits = target.prefill()
+    first = draw_from_last(*logits, output.num_made)
+    output.take(image[:, :1], torch.ones_like(output.num_made), logits, output.num_made[:, None],
+                draw_tokens=first.status[:, 0])
     while not output.is_done:
         N = min(most, L - min(output.open_counts()))
         positions = output.num_made[:, None] + step[:N]
         read = image.gather(1, torch.cat([positions[:, :1] - 1, positions], 1))
         logits, uncond = target.read(read[:, :N], step[None, :N], ancestors[:, :N].expand(B, -1, -1), output)
-        drawn = draw(logits, uncond, positions, guesses=read[:, 1:], ahead=grid or 0, log_probs=log_probs)
+        drawn = draw(logits, uncond, positions, guesses=read[:, 1:], ahead=grid or 0)
         if grid:  # where the window reaches the row below, its own draws are better
             image.scatter_(1, positions + grid, drawn.ahead_tokens)
         else:
             draw_from_last(logits[:, -1:], None if uncond is None else uncond[:, -1:], output.num_made + N)
         image.scatter_(1, positions, drawn.tokens)
         is_final = step[:N] <= drawn.num_accepted[:, None]  # after a wrong guess a row need not be valid
-        output.take(drawn.tokens, drawn.num_accepted.clamp(max=N - 1) + 1, drawn.log_probs,
-                    draw_tokens=torch.where(is_final, drawn.status, 0).amax(1))
+        output.take(drawn.tokens, drawn.num_accepted.clamp(max=N - 1) + 1, (logits, uncond), positions,
+                    torch.where(is_final, step[:N], -1), draw_tokens=torch.where(is_final, drawn.status, 0).amax(1))
     return output.result(stats, target)
 
 

@@ -73,6 +73,21 @@ def test_agrees_with_float64(backend, V, temperature):
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("case", inputs.CASES["token_log_probs"])
+def test_are_the_logarithms_of_guided_probs(backend, case):
+    """As a loop would look them up. At temperature 0 `sampled` has the likeliest tokens."""
+    (*args, tokens), kwargs = inputs.token_log_probs(*case)
+    rows, temperature, (B, N, V) = kwargs.pop("rows"), args[3][:, None, None], args[0].shape
+    got = token_log_probs(*args, tokens, rows=rows, **kwargs, backend=backend)
+    rows = torch.arange(N, device=DEVICE).expand(B, N) if rows is None else rows
+    is_there = (rows < N) & (tokens >= 0) & (tokens < V)
+    full, probs = (guided_probs(*args[:4], *filters, **kwargs).probs for filters in ((0, 1.0), args[4:]))
+    likeliest = ((probs == probs.amax(-1, keepdim=True)) & (probs > 0)).float()
+    for ours, table in ((got.full, full), (got.sampled, torch.where(temperature == 0, likeliest, probs))):
+        theirs = table[torch.arange(B)[:, None], rows.clamp(0, N - 1), tokens.clamp(0, V - 1)] * is_there
+        torch.testing.assert_close(ours, torch.where(rows < 0, 0.0, theirs.log()), rtol=2e-6, atol=1e-6)
+
+
 def test_only_rows_of_tokens_are_read(backend):
     args, kwargs = inputs.token_log_probs(2, 3, 33, 2)
     rows = torch.tensor([[0, -1], [2, 0]], device=DEVICE)

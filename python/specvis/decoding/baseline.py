@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specvis_kernels import INVALID_ROW
 
-from ..models.interface import Nodes, TargetModel, inference, num_tokens
+from ..models.interface import Nodes, TargetModel, id_range, inference, num_tokens
 from .decoded import Decoded, Progress
 from .driver import (
     Captured,
@@ -62,14 +62,15 @@ def baseline_step(state: "BaselineState", sampling: Sampling) -> None:
 
 def draw_next(state: "BaselineState", sampling: Sampling, hidden: Tensor) -> None:
     """Draw the next token of every image from hidden states (R, 1, H), unless it is known."""
-    drawn = sampling.draw(state.target, hidden, state.position)
+    logits, ids = state.target.logits(hidden), id_range(state.target, state.position)
+    drawn = sampling.draw(logits, state.position, ids)
     tokens = drawn.tokens
     if state.is_ragged:
         known = state.tokens.gather(1, state.position)
         tokens = torch.where(known < 0, tokens, known)
     state.tokens.scatter_(1, state.position, tokens)
     state.status.scatter_(1, state.position, drawn.status)
-    keep_log_probs(state.log_probs, state.position, drawn.log_probs)
+    keep_log_probs(state, state.position, sampling, logits, tokens, ids)
     state.newest.copy_(tokens)
     state.position += 1
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvis_kernels import TokenLogProbsResult, couple_tokens, philox_uniforms, sample_residual
+from specvis_kernels import couple_tokens, philox_uniforms, sample_residual
 
 from ..models.interface import TargetModel, id_range, num_tokens, rows_and_columns
 from .batch_state import BatchState
@@ -28,7 +28,6 @@ class Coupled(NamedTuple):
     status: Tensor        # (B, N) int32    of the rows that the tokens were drawn from
     probs: Tensor         # (B, N, V) float32
     tv_excess: Tensor     # (B,)   float32  summed over the tokens that are final now
-    log_probs: TokenLogProbsResult | None = None  # of these, see `Sampling.log_probs`
 
 
 class Coupling(BatchState):

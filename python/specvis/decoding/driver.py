@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from specvis_kernels import TokenLogProbsResult
-
 from ..models.interface import ModelCache, Nodes, TargetModel
 from ..models.layers import Cache
 from .batch_state import BatchState
@@ -184,11 +182,16 @@ def new_log_probs(sampling: Sampling, width: int) -> Tensor | None:
     return torch.zeros(shape, dtype=torch.float32, device=sampling.seeds.device) if sampling.log_probs else None
 
 
-def keep_log_probs(log_probs: Tensor | None, positions: Tensor, new: TokenLogProbsResult | None) -> None:
-    """Put the log-probabilities of the tokens at positions (B, K) there, if there are any; 0 for an invalid row."""
-    if log_probs is not None:
+def keep_log_probs(state, positions: Tensor, sampling: Sampling, logits: Tensor, tokens: Tensor, ids: Tensor | None,
+                   rows: Tensor | None = None) -> None:
+    """Put the log-probabilities of tokens (B, K) at positions (B, K), if they are wanted; 0 for an invalid row.
+
+    state: has `log_probs`; logits, ids, rows: see `Sampling.log_probs_of`
+    """
+    if state.log_probs is not None:
+        new = sampling.log_probs_of(logits, tokens, ids, rows)
         values = torch.stack([new.sampled, new.full], -1).masked_fill((new.status != 0)[..., None], 0.0)
-        log_probs.scatter_(1, positions[..., None].expand(-1, -1, 2), values)
+        state.log_probs.scatter_(1, positions[..., None].expand(-1, -1, 2), values)
 
 
 def decoded_log_probs(log_probs: Tensor | None, num_known: Tensor, failed: Tensor) -> LogProbs | None:

@@ -251,11 +251,12 @@ def prefill(state: JacobiState, settings: JacobiSettings, condition: Tensor, kno
     newest = state.num_known[:, None]
     positions = (newest + torch.arange(-num_above, num_after + 1, device=device)).clamp(min=0)
     hidden = take_nodes(hidden, positions.minimum(newest))
-    drawn = sampling.draw(settings.target, hidden, positions, ahead=settings.ahead)
+    logits, ids = settings.target.logits(hidden), id_range(settings.target, positions)
+    drawn = sampling.draw(logits, positions, ids, ahead=settings.ahead)
     row = torch.arange(len(positions), device=device)[:, None]
     state.tokens[row, positions[:, num_above:]] = drawn.tokens[:, num_above:]
     state.status[row, newest] = drawn.status[:, num_above:num_above + 1]
-    keep_log_probs(state.log_probs, positions, drawn.log_probs)
+    keep_log_probs(state, positions, sampling, logits, drawn.tokens, ids)
     if settings.ahead:
         state.tokens[row, positions + settings.ahead] = drawn.ahead_tokens
     if state.coupling:
@@ -322,14 +323,9 @@ def verify(state: JacobiState, settings: JacobiSettings, chain: Chain, logits: T
     sampling, ids = settings.sampling, id_range(settings.target, chain.positions)
     if state.coupling:
         budget = chain.windows.minimum((settings.num_tokens - 1) - chain.counts)
-        coupled = state.coupling.couple(*sampling.of_logits(logits, ids), chain.guesses, chain.counts[:, None],
-                                        budget[:, None])
-        if not sampling.log_probs:
-            return coupled
-        index = settings.depths[:, :logits.shape[1]]
-        rows = torch.where(index <= coupled.num_accepted[:, None], index, -1)
-        return coupled._replace(log_probs=sampling.log_probs_of(logits, coupled.tokens, ids, rows))
-    return sampling.draw_from(logits, chain.positions, ids, chain.guesses, settings.ahead)
+        return state.coupling.couple(*sampling.of_logits(logits, ids), chain.guesses, chain.counts[:, None],
+                                     budget[:, None])
+    return sampling.draw(logits, chain.positions, ids, chain.guesses, settings.ahead)
 
 
 def commit(state: JacobiState, settings: JacobiSettings, chain: Chain, verified: DrawTokensResult | Coupled) -> None:
@@ -346,7 +342,6 @@ def commit(state: JacobiState, settings: JacobiSettings, chain: Chain, verified:
         state.tokens.scatter_(1, settings.own(chain.positions + settings.ahead, scratch), verified.ahead_tokens)
     state.tokens.scatter_(1, positions, verified.tokens)
     state.status.scatter_(1, positions, verified.status)
-    keep_log_probs(state.log_probs, positions, verified.log_probs)
 
 
 def update(state: JacobiState, settings: JacobiSettings, chain: Chain, hidden: Tensor, logits: Tensor,
@@ -354,6 +349,11 @@ def update(state: JacobiState, settings: JacobiSettings, chain: Chain, hidden: T
     """Account for the step, and guess what enters the windows. Returns how many guesses are right (B,)."""
     num_accepted = verified.num_accepted.minimum(chain.windows)
     state.is_step.scatter_(1, chain.positions[:, :1], True)
+    if state.log_probs is not None:
+        index = settings.depths[:, :logits.shape[1]]
+        keep_log_probs(state, settings.own(chain.positions, state.tokens.shape[1] - 1), settings.sampling, logits,
+                       verified.tokens, id_range(settings.target, chain.positions),
+                       torch.where(index <= verified.num_accepted[:, None], index, -1))
     if state.coupling:
         state.tv_excess += verified.tv_excess
     state.advance(num_accepted, verified.status)
@@ -375,8 +375,7 @@ def guess_new(state: JacobiState, settings: JacobiSettings, hidden: Tensor, coun
     else:
         logits = settings.target.logits(take_nodes(hidden, (last - counts)[:, None])).expand(-1, n, -1)
         positions = (last + 1)[:, None] + settings.index[1:n + 1]
-        tokens = settings.sampling.draw_from(logits, positions, id_range(settings.target, positions),
-                                             log_probs=False).tokens
+        tokens = settings.sampling.draw(logits, positions, id_range(settings.target, positions)).tokens
     state.tokens.scatter_(1, positions, tokens)
 
 

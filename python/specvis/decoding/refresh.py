@@ -127,4 +127,4 @@ class Refresh(BatchState):
             kept, weight = before
             rows = logits.float().flatten(0, 1)
             logits = in_parts(torch.addcmul, rows.shape[1], kept, rows, weight).view(logits.shape)
-        return state.settings.sampling.draw_from(logits, positions, ids, log_probs=False).tokens
+        return state.settings.sampling.draw(logits, positions, ids).tokens

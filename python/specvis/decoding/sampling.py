@@ -91,23 +91,14 @@ class Sampling(BatchState):
         return guided_probs(*split_rows(logits, len(self.seeds)), self.guidance, self.temperature, self.top_k,
                             self.top_p, id_range=ids)
 
-    def draw(self, model: TargetModel, hidden: Tensor, positions: Tensor, guesses: Tensor | None = None,
+    def draw(self, logits: Tensor, positions: Tensor, ids: Tensor | None = None, guesses: Tensor | None = None,
              ahead: int = 0) -> DrawTokensResult:
-        """The target's own draws from hidden states (R, N, dim), for the positions (B, N) int64 in the image.
+        """The target's own draws from logits (R, N, V), for the positions (B, N) int64 in the image.
 
-        guesses (B, N) int64 and ahead: see `draw_tokens`
-        """
-        return self.draw_from(model.logits(hidden), positions, id_range(model, positions), guesses, ahead)
-
-    def draw_from(self, logits: Tensor, positions: Tensor, ids: Tensor | None = None, guesses: Tensor | None = None,
-                  ahead: int = 0, log_probs: bool = True) -> DrawTokensResult:
-        """The target's own draws from logits (R, N, V). ids (B, N, 2): see `id_range`
-
-        log_probs: whether log-probabilities are of use here, if they are wanted at all
+        ids (B, N, 2): see `id_range`; guesses (B, N) int64 and ahead: see `draw_tokens`
         """
         return draw_tokens(*split_rows(logits, len(self.seeds)), self.guidance, self.temperature, self.top_k,
-                           self.top_p, self.seeds, positions, id_range=ids, guesses=guesses, ahead=ahead,
-                           log_probs=self.log_probs and log_probs)
+                           self.top_p, self.seeds, positions, id_range=ids, guesses=guesses, ahead=ahead)
 
     def log_probs_of(self, logits: Tensor, tokens: Tensor, ids: Tensor | None = None,
                      rows: Tensor | None = None) -> TokenLogProbsResult:

@@ -160,11 +160,13 @@ def prefill(state: SpeculativeState, settings: SpeculativeSettings, condition: T
     hidden = read_known(settings.target, condition, settings.padding_mask, known_tokens, state.tokens, state.cache)
     draft_state.prefill(hidden[:, :S])
     hidden = hidden[:, S - 1:]  # at the entry before each token, the next token included
-    drawn = sampling.draw(settings.target, take_nodes(hidden, num_known[:, None]), num_known[:, None])
+    logits = settings.target.logits(take_nodes(hidden, num_known[:, None]))
+    ids = id_range(settings.target, num_known[:, None])
+    drawn = sampling.draw(logits, num_known[:, None], ids)
     is_whole = num_known == L
     last = num_known.clamp(max=L - 1)[:, None]
     state.tokens.scatter_(1, last, torch.where(is_whole[:, None], state.tokens.gather(1, last), drawn.tokens))
-    keep_log_probs(state.log_probs, last, drawn.log_probs)
+    keep_log_probs(state, last, sampling, logits, drawn.tokens, ids)
     state.root.copy_(drawn.tokens[:, 0])
     state.failed.copy_(((drawn.status[:, 0] & INVALID_ROW) != 0) & ~is_whole)
     state.counts.copy_((num_known + 1).clamp(max=L).masked_fill(state.failed, L))
@@ -223,7 +225,7 @@ def verify(settings: SpeculativeSettings, tree: DraftTree, output: TargetOutput,
         by = {"draft_probs": tree.draft_probs, "draft_row": tree.draft_row, **settings.rule}
     return verify_logits(*split_rows(output.logits, len(tree.tokens)), tree.tokens, first_child, links.next_sibling,
                          uniforms, sampling.guidance, sampling.temperature, sampling.top_k, sampling.top_p,
-                         max_depth=settings.max_depth, id_range=ids, log_probs=sampling.log_probs, **by)
+                         max_depth=settings.max_depth, id_range=ids, **by)
 
 
 def commit(state: SpeculativeState, settings: SpeculativeSettings, tree: DraftTree, output: TargetOutput,
@@ -242,9 +244,11 @@ def update(state: SpeculativeState, settings: SpeculativeSettings, tree: DraftTr
            verified: VerifyResult, committed: CommitTokensResult, position: Tensor, active: Tensor) -> None:
     """Let the draft model read the new tokens, and choose the next trees' shapes."""
     if state.log_probs is not None:
-        positions = position[:, None] + torch.arange(settings.max_depth + 1, device=position.device)
-        keep_log_probs(state.log_probs, torch.where(active[:, None], positions, state.log_probs.shape[1] - 1),
-                       verified.log_probs)
+        index = torch.arange(settings.max_depth + 1, device=position.device)
+        ids = id_range(settings.target, position[:, None] + tree.links.depth.clamp(min=0))
+        keep_log_probs(state, torch.where(active[:, None], position[:, None] + index, state.log_probs.shape[1] - 1),
+                       settings.sampling, output.logits, committed.new_tokens, ids,
+                       torch.where(index < committed.num_new[:, None], committed.nodes, -1))
     if settings.needs_bound:
         add_bound(state, settings, tree, output, position, active)
     shapes = state.draft_state.shapes
