@@ -52,14 +52,16 @@ def check_own(decoder: str, target: str, function: Callable, packages: tuple[str
                            "of the two out")
 
 
-def replace(decoder: str, target: str, function: Callable) -> Callable:
-    """Set `function`, counted, in place of the decoder's. Returns the decoder's own.
+def replace(decoder: str, functions: dict[str, Callable]) -> list[Callable]:
+    """Set these functions, counted, in place of the decoder's, each at its target. Returns the decoder's own.
 
     Raises:
-        RuntimeError: this version has no such function, or another plugin has replaced it
+        RuntimeError: this version lacks one of them, or another plugin has replaced it: then none is replaced here
     """
-    place, name = place_of(decoder, target)
-    own = getattr(place, name)
-    check_own(decoder, target, own)
-    setattr(place, name, counted(decoder, target, function))
+    places = [place_of(decoder, target) for target in functions]
+    own = [getattr(place, name) for place, name in places]
+    for target, function in zip(functions, own):
+        check_own(decoder, target, function)
+    for (place, name), (target, function) in zip(places, functions.items()):
+        setattr(place, name, counted(decoder, target, function))
     return own

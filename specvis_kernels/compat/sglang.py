@@ -341,7 +341,8 @@ def register() -> None:
         raise ValueError(f"SPECVIS_SGLANG must be 0 or 1, got {chosen!r}")
     if chosen != "1":
         return
-    registry, _ = place_of("sglang", "sglang.srt.plugins.hook_registry:HookRegistry")
+    hooks, _ = place_of("sglang", "sglang.srt.plugins.hook_registry:HookRegistry.register")
+    kinds, _ = place_of("sglang", "sglang.srt.plugins.hook_registry:HookType.REPLACE")
     replaced = {f"{TREES}:build_tree_kernel_efficient_func": build_tree_kernel_efficient_func,
                 f"{TREES}:verify_tree_greedy_func": verify_tree_greedy_func,
                 f"{EAGLE}:_verify_uses_greedy": _verify_uses_greedy}
@@ -361,8 +362,7 @@ def register() -> None:
     for place, name, function in missing:  # not by a hook: it would replace each None that any module has as a name
         setattr(place, name, function)
     for target, function in replaced.items():
-        registry.HookRegistry.register(target.replace(":", "."), counted("sglang", target, function),
-                                       registry.HookType.REPLACE)
+        hooks.register(target.replace(":", "."), counted("sglang", target, function), kinds.REPLACE)
 
 
 def verify_tree_greedy_func(predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor,

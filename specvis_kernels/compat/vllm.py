@@ -324,17 +324,16 @@ def register() -> None:
 
     Raises:
         ValueError:   SPECVIS_VLLM is neither of the two, nor 0
-        RuntimeError: this vLLM has no such functions, or another plugin has replaced one of them
+        RuntimeError: this vLLM has no such functions, or another plugin has replaced one of them: all of vLLM's stay
     """
     mode = os.environ.get("SPECVIS_VLLM", "")
     if mode == "rejection":
-        replace("vllm", V1_REJECTION_SAMPLE, rejection_sample)
-        replace("vllm", V2_REJECTION_SAMPLE,
-                functools.partial(probabilistic_rejection_sample, draft_is_scaled=is_older("vllm", 0, 28)))
+        replace("vllm", {
+            V1_REJECTION_SAMPLE: rejection_sample,
+            V2_REJECTION_SAMPLE: functools.partial(probabilistic_rejection_sample,
+                                                   draft_is_scaled=is_older("vllm", 0, 28))})
     elif mode == "seed_exact":
         _draws.install()
-        sampler, name = place_of("vllm", f"{V2}.sample.sampler:gumbel_sample")
-        replace("vllm", V2_REJECTION_SAMPLE, functools.partial(_accept_equal, getattr(sampler, name)))
     elif mode not in ("", "0"):
         raise ValueError(f"SPECVIS_VLLM must be rejection or seed_exact, one of the two, or 0, got {mode!r}")
 
@@ -359,10 +358,13 @@ class _TargetDraws:
     seeds = None  # (B,) int64, in a step of the runner alone: vLLM calls its samplers to measure memory, too
 
     def install(self) -> None:
-        self.own_sample = replace("vllm", "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample", self.sample)
-        self.own_rejection_sample = replace("vllm", V1_REJECTION_SAMPLE, self.rejection_sample)
-        self.own_random_sample = replace("vllm", f"{V1}.ops.topk_topp_sampler:random_sample", self.random_sample)
         sampler, _ = place_of("vllm", f"{V1}.ops.topk_topp_sampler:TopKTopPSampler.forward_native")
+        v2_sampler, name = place_of("vllm", f"{V2}.sample.sampler:gumbel_sample")
+        self.own_sample, self.own_rejection_sample, self.own_random_sample, _ = replace("vllm", {
+            "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample": self.sample,
+            V1_REJECTION_SAMPLE: self.rejection_sample,
+            f"{V1}.ops.topk_topp_sampler:random_sample": self.random_sample,
+            V2_REJECTION_SAMPLE: functools.partial(_accept_equal, getattr(v2_sampler, name))})
         for name in ("forward_cuda", "forward_cpu", "forward_hip", "forward_xpu"):
             setattr(sampler, name, sampler.forward_native)  # which alone calls random_sample
 

@@ -152,8 +152,12 @@ def test_another_plugin_and_another_version(sglang):
         with pytest.raises(RuntimeError, match=f"{target} must be sglang's own function, got one of {__name__}: "
                                                "another plugin .* SGLANG_PLUGINS"):
             ours.register()
+    with sglang.context() as m:
+        m.delattr(*place_of("sglang", "sglang.srt.plugins.hook_registry:HookRegistry.register"))
+        with pytest.raises(RuntimeError, match="sglang must have .*:HookRegistry.register, .*no attribute"):
+            ours.register()
     assert import_module(ours.EAGLE).tree_speculative_sampling_target_only is None  # nothing is half installed
     sglang.setitem(sys.modules, "sglang.srt.plugins.hook_registry", None)  # as before there was a registry
-    with pytest.raises(RuntimeError, match="sglang must have sglang.srt.plugins.hook_registry:HookRegistry, .*"
+    with pytest.raises(RuntimeError, match="sglang must have sglang.srt.plugins.hook_registry:HookRegistry.register, .*"
                                            "tested with 0.5.23"):
         ours.register()

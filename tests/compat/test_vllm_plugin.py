@@ -236,7 +236,7 @@ def test_samplers_outside_a_step_are_vllms(vllm):
     """vLLM runs them to measure memory, with rows of no request."""
     vllm.setenv("SPECVIS_VLLM", "seed_exact")
     own = getattr(*place_of("vllm", ours.V1_REJECTION_SAMPLE))
-    vllm.setattr(ours, "replace", lambda decoder, target, function: own if "rejection" in target else "drawn".format)
+    vllm.setattr(ours, "replace", lambda decoder, functions: [None, own, "drawn".format, None])
     draws = ours._TargetDraws()
     draws.install()
     assert draws.random_sample(None, {}) == "drawn"
@@ -285,6 +285,21 @@ def test_another_plugin_and_another_version(vllm):
         with pytest.raises(RuntimeError, match="vllm must have vllm.v1.sample.rejection_sampler:rejection_sample, .*"
                                                "tested with 0.33.0"):
             ours.register()
+
+
+@pytest.mark.parametrize("mode, missing", [
+    ("rejection", ours.V2_REJECTION_SAMPLE), ("seed_exact", ours.V2_REJECTION_SAMPLE),
+    ("seed_exact", "vllm.v1.worker.gpu.sample.sampler:gumbel_sample")])
+def test_nothing_is_replaced_where_one_function_is_missing(vllm, mode, missing):
+    """And a second call says the same."""
+    vllm.setenv("SPECVIS_VLLM", mode)
+    targets = [target for target in REPLACED if target != missing]
+    own = [getattr(*place_of("vllm", target)) for target in targets]
+    vllm.delattr(*place_of("vllm", missing))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"vllm must have {missing}, "):
+            ours.register()
+    assert [getattr(*place_of("vllm", target)) for target in targets] == own
 
 
 def test_where_the_proposer_is_refused(vllm):
