@@ -16,6 +16,7 @@ from specvis.files import locked, reading, remove_leftovers, write_json, write_w
 from specvis.pipelines.checkpoint import fingerprint
 from specvis.pipelines.discrete import Pipeline
 from specvis.pipelines.prompts import Captions, ClassIds
+from specvis.terminal import printable
 
 from .gpt import NULL_SHARE
 from .run import CHECKPOINT
@@ -167,7 +168,7 @@ def tokenized(pipeline: Pipeline, folder: Path, names: list[str], cache: Path, b
             with reading(path, "; its pictures are encoded again"), np.load(path) as chunk:
                 known.update(zip(chunk["keys"].tolist(), chunk["tokens"]))
         except ValueError as error:
-            click.echo(str(error), err=True)
+            click.echo(printable(str(error)), err=True)
             path.unlink()
     missing = [name for name in names if keys[name] not in known]
     side = pipeline.gpt.config.grid * pipeline.tokenizer.config.stride
@@ -188,8 +189,8 @@ def tokenized(pipeline: Pipeline, folder: Path, names: list[str], cache: Path, b
                 known.update(zip(done, arrays["tokens"]))
                 number += 1
     if unreadable:
-        click.echo(f"{len(unreadable)} of {len(names)} pictures cannot be read and are left out: "
-                   f"{listed(sorted(unreadable))}", err=True)
+        click.echo(printable(f"{len(unreadable)} of {len(names)} pictures cannot be read and are left out: "
+                             f"{listed(sorted(unreadable))}"), err=True)
     return {name: known[keys[name]] for name in names if keys[name] in known}
 
 

@@ -194,6 +194,7 @@ def test_if_no_picture_of_a_file_is_finished_the_status_is_1(weights, lines, tmp
     (b"\xff\xfe", [], "prompts must be a text file that can be read, got prompts.txt: it is not UTF-8"),
     ("red heart\n\nred hart", [], "prompts.txt, line 3: prompt 'fluent-3d red hart' has unknown words: 'hart' (near"),
     ("red hart\nheart\nred red red red", [], "'hart' (near: heart); line 3: a prompt must have 1 to 3 words"),
+    ("x" * 10**6, [], ".. " + "x" * 1940),
     ("hart\n" * 21, [], "line 20: prompt 'fluent-3d hart' has unknown words: 'hart' (near: heart); these are the"),
     ("heart", ["--prompt", "heart"], "one of --prompt and --prompts must be given, not both"),
     ("heart", ["--batch", 0], "Invalid value for '--batch': 0 is not in the range 1<=x<=1024"),

@@ -1,11 +1,17 @@
 """Whatever the options are given: one line and a status, never a traceback, and nothing absurd is begun."""
+import json
+from dataclasses import asdict
+
 import click
 import pytest
+import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
 
 from specvis.cli import compare, report, tune
 from specvis.cli.main import main
 from specvis.decoding.methods import CONTINUOUS, METHODS, parse_method
+from tests.tiny import tiny_pair
 from training.main import main as train
 
 VALUES = ("-1", "0", "1.5", "99999999999999999999", "-99999999999", "1e308", "1e-320", "nan", "-inf", "", " ", "x",
@@ -146,3 +152,23 @@ def test_every_option_of_a_training_stage(stage, place):
             if not parameter.is_flag and isinstance(parameter, click.Option):
                 words = [stage, parameter.opts[0], value]
                 check(CliRunner().invoke(train, words), words)
+
+
+def test_names_in_files_do_not_steer_the_terminal(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_file({"x\x1b[31m\x1b]0;title\x07\n": torch.zeros(2)}, "x.safetensors")
+    (tmp_path / "vocabulary.json").write_text(json.dumps({"words": ["", "red\x1b[31m"]}))
+    (tmp_path / "pipeline.json").write_text(json.dumps({"text_encoder": "\x1b[31m"}))
+    (tmp_path / "mar.json").write_text(json.dumps(asdict(tiny_pair().mar.config)))
+    for words in (["convert", "x.safetensors", "--out", "o"], ["info", "--words", "--model", "."],
+                  ["info", "--model", "."]):
+        result = CliRunner().invoke(main, words)
+        assert r"\x1b[31m" in result.output and "\x1b" not in result.output, words
+
+
+@pytest.mark.parametrize("weight_map", [{"a": 5}, {"a": None}, {"a": "x", "b": 5}, {"a": "x" * 5000}, {"a": [1]}])
+def test_an_index_of_no_names_is_an_error(weight_map, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    words = ["convert", str(tmp_path), "--out", str(tmp_path / "o")]
+    check(result := CliRunner().invoke(main, words), words)
+    assert result.exit_code == 2 and len(result.stderr) < 5000

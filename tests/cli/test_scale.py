@@ -316,6 +316,21 @@ def test_each_worker_has_a_place(nodes, num_workers, cpus, gpus, each):
         assert per_worker(nodes, num_workers, cpus, gpus) == (each, gpus)
 
 
+@pytest.mark.parametrize("error", [Exception("The current node\ntimed out"), RuntimeError(), ConnectionError("no"),
+                                   ValueError("address")])
+def test_ray_that_does_not_start_is_one_line(weights, lines, tmp_path, monkeypatch, error):
+    def init(**_):
+        raise error
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init,
+                                                             shutdown=lambda: None))
+    result = generate(lines, tmp_path / "out", weights, "--workers", 2)
+    assert result.exit_code == 3 and not (tmp_path / "out").exists()
+    said = str(error).split("\n")[0] or "RuntimeError"
+    assert result.stderr.splitlines() == [f"Error: Ray does not start: {said}; the same command tries again, and "
+                                          "without --workers no Ray is needed"]
+
+
 def test_without_ray_a_line_says_what_to_install(weights, lines, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     result = generate(lines, tmp_path / "out", weights, "--workers", 2)

@@ -3,7 +3,7 @@
 0  It is done.
 1  The command ran, and what it checked is wrong.
 2  The input or an argument is wrong.
-3  The disk failed, or the system refused memory.
+3  The disk failed, the system refused memory, or Ray did not start.
 130, 141  It was interrupted, or nobody reads what it writes (128 and the signal's number, as shells count).
 
 With each of 1 to 3 there is one line on stderr that says why.
@@ -11,11 +11,13 @@ With each of 1 to 3 there is one line on stderr that says why.
 import os
 import sys
 from contextlib import contextmanager, suppress
+from errno import ELOOP, ENAMETOOLONG
 from importlib import import_module
 
 import click
 
 from ..interrupts import INTERRUPTED, quiet, raising
+from ..terminal import printable
 
 BAD_INPUT, REFUSED, UNREAD = 2, 3, 141
 OUT_OF_MEMORY = ("DefaultCPUAllocator", "alloc_cpu", "not enough memory", "out of memory", "OutOfMemoryError")
@@ -69,7 +71,7 @@ class Commands(click.Group):
         status, line = found
         with suppress(OSError):
             if line:
-                click.echo(line, err=True)
+                click.echo(printable(" ".join(line.split("\n"))), err=True)
         leave_unwritten()
         sys.exit(status)
 
@@ -104,7 +106,7 @@ def status_and_line(error: Exception) -> tuple[int, str | None] | None:
         return error.exit_code, f"Error: {error.format_message()}"
     if isinstance(error, click.Abort):
         return INTERRUPTED, "Aborted!"
-    said = " ".join(str(error).split("\n")).strip()
+    said = str(error).strip()
     if isinstance(error, MemoryError):
         return REFUSED, f"Error: memory was refused{said and f': {said}'}"
     if isinstance(error, RuntimeError) and any(words in f"{type(error).__name__}: {said}" for words in OUT_OF_MEMORY):
@@ -113,7 +115,8 @@ def status_and_line(error: Exception) -> tuple[int, str | None] | None:
         return BAD_INPUT, f"Error: {said}"
     if isinstance(error, OSError):
         where = f": {error.filename}" if error.filename is not None else ""
-        is_input = isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError))
+        is_input = (isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError))
+                    or error.errno in (ENAMETOOLONG, ELOOP))
         return BAD_INPUT if is_input else REFUSED, f"Error: {error.strerror or said or type(error).__name__}{where}"
     return None
 

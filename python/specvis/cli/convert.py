@@ -13,6 +13,7 @@ from ..pipelines.checkpoint import read_config, read_settings
 from ..pipelines.convert import IMAGE_SIZES
 from ..pipelines.convert import convert as convert_files
 from ..pipelines.sources import open_file
+from ..terminal import printable
 
 
 @click.command()
@@ -44,7 +45,7 @@ def convert(sources, out, image_size, dtype, heads, text_encoder):
         convert_files(sources, out, image_size=image_size, heads=heads, text_encoder=text_encoder,
                       dtype=None if dtype == "stored" else getattr(torch, dtype), say=lines.append, progress=progress)
     for line in lines:
-        click.echo(line)
+        click.echo(printable(line))
     click.echo(example(out))
 
 

@@ -13,6 +13,7 @@ from PIL import Image
 from ..decoding.methods import CONTINUOUS, METHODS, ContinuousMethod, parse_method
 from ..files import locked, write_whole
 from ..pipelines.checkpoint import fingerprint, read_settings
+from ..terminal import printable
 from .animation import MAX_ANIMATED, draw_animation
 from .manifest import Manifest
 from .many import SHOWN, Drawing, Picture, PictureRequest, draw_here, encoded, enlarged, scale_for
@@ -197,8 +198,8 @@ def many(drawing: Drawing, requests: list[PictureRequest], out: Path, workers: i
     for request in sorted(picture.request for picture in new if picture.failed):
         say_failed(f"{request.index + 1:03}, {request.prompt!r}", request.seed)
     for index, reason in sorted(lost.items())[:SHOWN]:
-        click.echo(f"picture {index + 1:03}, {requests[index].prompt!r} (seed {requests[index].seed}) was given up: "
-                   f"{reason}", err=True)
+        click.echo(printable(f"picture {index + 1:03}, {requests[index].prompt!r} (seed {requests[index].seed}) was "
+                             f"given up: {reason}"), err=True)
     if new and not manifest.drawn:
         raise click.ClickException("no picture was finished")
     line = f"{out}: {len(manifest.drawn)} of {len(requests)} pictures"
@@ -232,7 +233,7 @@ def told(drawing: Drawing, requests: list[PictureRequest], target_forwards: torc
 
 
 def say_failed(which: str, seed: int) -> None:
-    click.echo(f"picture {which} (seed {seed}) ended early: the model's output was not finite", err=True)
+    click.echo(printable(f"picture {which} (seed {seed}) ended early: the model's output was not finite"), err=True)
 
 
 def settings_of(drawing: Drawing, seed: int, count: int) -> dict:

@@ -10,6 +10,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints no li
 import click  # noqa: E402  torch reads the variable when it is first imported
 
 from ..interrupts import quiet  # noqa: E402
+from ..terminal import printable  # noqa: E402
 from .commands import Commands  # noqa: E402
 
 
@@ -82,7 +83,7 @@ def info(model, words):
     if model is not None:
         with quiet():
             from .convert import described
-        return click.echo("\n".join(described(model)))
+        return click.echo("\n".join(map(printable, described(model))))
     with quiet():
         from importlib.metadata import PackageNotFoundError, version
 
@@ -131,4 +132,4 @@ def list_words(model: Path | None) -> None:
         click.echo("Hearts, faces, flags and hands come out well, such as fluent-3d red heart or noto grinning face.\n"
                    "Most objects do not.")
     click.echo(f"{len(words):,} words:\n")
-    click.echo(textwrap.fill(" ".join(words), 100, break_on_hyphens=False))
+    click.echo(textwrap.fill(" ".join(map(printable, words)), 100, break_on_hyphens=False))

@@ -14,6 +14,8 @@ from collections.abc import Callable
 import click
 import torch
 
+from ..files import first_line
+from ..terminal import printable
 from .many import Drawing, Picture, PictureRequest, draw
 from .progress import ProgressBar
 
@@ -165,12 +167,17 @@ def draw_by_workers(drawing: Drawing, requests: list[PictureRequest], begin: Cal
 
     Raises:
         ValueError: no Ray, too few CPUs or GPUs, or as `Drawing.load`
+        OSError:    Ray does not start
     """
     ray = imported()
     is_ours = not ray.is_initialized()
-    if is_ours:
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
+        if is_ours:
+            try:
+                ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+            except Exception as error:  # of any type, Exception itself too
+                raise OSError(f"Ray does not start: {first_line(error)}; the same command tries again, and without "
+                              "--workers no Ray is needed") from error
         cpus, gpus = per_worker([node["Resources"] for node in ray.nodes() if node["Alive"]], num_workers, cpus,
                                 gpus if gpus is not None else float(drawing.device == "cuda"))
         actor = ray.remote(Worker).options(num_cpus=cpus, num_gpus=gpus)
@@ -190,7 +197,7 @@ def draw_by_workers(drawing: Drawing, requests: list[PictureRequest], begin: Cal
 
             def say(line):
                 progress.bar.clear()
-                click.echo(line, err=True)
+                click.echo(printable(line), err=True)
 
             try:
                 crew.draw(begin, then, say)

@@ -3,9 +3,10 @@
 The limits are far above published models (in brackets). They hold for what a config makes by itself, the number of
 layers or a table of positions; whether the weights are as large as the config says, their files decide.
 """
-import math
 from dataclasses import fields
 from typing import get_args
+
+from ..decoding.limits import MAX_NUMBER
 
 WIDTH = 2**16                    # of a layer, in numbers [4096]
 LIMITS = {
@@ -34,8 +35,8 @@ def check_sizes(config) -> None:
         least, most = int(field.name not in MAY_BE_ZERO), LIMITS.get(field.name, WIDTH)
         if float in types:
             wanted = "at least 0" if least == 0 else "positive"
-            if type(value) not in (int, float) or not (value >= 0 if least == 0 else value > 0) or value == math.inf:
-                raise ValueError(f"{field.name} must be a number, {wanted} and finite, got {value!r}")
+            if type(value) not in (int, float) or not (value >= 0 if least == 0 else value > 0) or value > MAX_NUMBER:
+                raise ValueError(f"{field.name} must be a number, {wanted} and finite in 32 bits, got {value!r}")
         elif field.name != "multipliers":
             if type(value) is not int or not least <= value <= most:
                 raise ValueError(f"{field.name} must be a whole number within {least}..{most}, got {value!r}")

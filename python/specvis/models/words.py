@@ -60,18 +60,18 @@ class Words(nn.Module):
         for prompt in prompts:
             words = [word if word in self.ids else bare(word) for word in prompt.lower().split()]
             words = [word for word in words if word]
+            if not 1 <= len(words) <= self.length:
+                raise ValueError(f"a prompt must have 1 to {self.length} words, style included, "
+                                 f"got {len(words)}: {prompt!r}")
             unknown = [word for word in words if self.ids.get(word, 0) == 0]
             if unknown:
                 hints = [f"{word!r}{self._near(word)}" for word in unknown]
                 raise UnknownWords(f"prompt {prompt!r} has unknown words: {', '.join(hints)}")
-            if not 1 <= len(words) <= self.length:
-                raise ValueError(f"a prompt must have 1 to {self.length} words, style included, "
-                                 f"got {len(words)}: {prompt!r}")
             if words[0] in STYLES and len(words) == 1:
                 raise ValueError(f"a prompt must have a word after its style, got {prompt!r}")
             rows.append(repeated([self.ids[word] for word in words], self.length))
         return torch.tensor(rows, device=self.table.weight.device)
 
     def _near(self, word: str) -> str:
-        near = difflib.get_close_matches(word, self.vocabulary[1:], n=3, cutoff=0.6)
+        near = difflib.get_close_matches(word[:100], self.vocabulary[1:], n=3, cutoff=0.6)
         return f" (near: {', '.join(near)})" if near else " (nothing near it; specvis info --words lists all)"

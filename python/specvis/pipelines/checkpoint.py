@@ -191,10 +191,9 @@ def read_state(path: str | Path):
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable(path))
     except Exception as error:  # a damaged pickle raises nearly any error
-        if needed := re.findall(r"GLOBAL ([^\s\x1b]+)", str(error)):
-            names = "".join(c for c in ", ".join(dict.fromkeys(needed)) if c.isprintable())
+        if needed := dict.fromkeys(re.findall(r"GLOBAL ([^\s\x1b]+)", str(error))):
             raise CheckpointError(f"checkpoint {path} is a pickle that is more than tensors: to read it, code would be "
-                                  f"run ({names}), which is refused; save its tensors alone") from error
+                                  f"run ({', '.join(needed)}), which is refused; save its tensors alone") from error
         says_why = isinstance(error, (SafetensorError, RuntimeError, EOFError, ValueError, OSError)) and str(error)
         reason = f": {str(error).splitlines()[0]}" if says_why else ""
         raise CheckpointError(f"checkpoint {path} cannot be read (truncated, or not a checkpoint?){reason}") from error

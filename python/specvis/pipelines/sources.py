@@ -100,10 +100,11 @@ def files_of(folder: Path, index: Path | None = None) -> list[Path]:
         listed = index or folder / f"{name}.index.json"
         if listed.exists():
             try:
-                files = set(json.loads(listed.read_text("utf-8"))["weight_map"].values())
+                weights = json.loads(listed.read_text("utf-8"))["weight_map"]
+                files = sorted({Path(file).name for file in weights.values()})
             except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise CheckpointError(f"index {listed} cannot be read: {error!r}") from error
-            return [folder / Path(file).name for file in sorted(files)]
+            return [folder / file for file in files]
     raise CheckpointError(f"source {folder} must be a file, or a folder with model.safetensors or pytorch_model.bin")
 
 

@@ -24,6 +24,7 @@ from ..decoding.methods import ContinuousMethod, Method
 from ..files import remove_leftovers, write_json, write_new, write_whole
 from ..pipelines.discrete import Pipeline
 from ..pipelines.mar import MARPair
+from ..terminal import printable
 
 Result = TypeVar("Result")
 Arrays = dict[str, np.ndarray]
@@ -121,7 +122,7 @@ class Study(ABC):
             try:
                 return read(path)
             except NotWhole as error:
-                tqdm.write(f"{error}; it is made again", file=sys.stderr)
+                tqdm.write(printable(f"{error}; it is made again"), file=sys.stderr)
         make()
         return read(path)
 
