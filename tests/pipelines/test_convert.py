@@ -542,7 +542,9 @@ def test_no_code_in_a_file_is_run(files, tmp_path, monkeypatch):
     torch.save({"model": {}, "x": Runs()}, "legacy.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(Runs(), protocol=2))
     torch.save({"model": {}, "rng": np.random.RandomState(0).get_state()}, "numpy.pt")
-    for name, needed in (("zip.pt", "posix.mkdir"), ("legacy.pt", "posix.mkdir"), ("numpy.pt", "numpy")):
+    torch.jit.save(torch.jit.script(torch.nn.Identity()), "script.pt")  # torch's error advises to run it
+    for name, needed in (("zip.pt", "posix.mkdir"), ("legacy.pt", "posix.mkdir"), ("numpy.pt", "numpy"),
+                         ("script.pt", "TorchScript")):
         match = rf"to read it, code would be run \(.*{needed}.*\), which is refused"
         with pytest.raises(CheckpointError, match=match) as caught:
             convert([name], "m")

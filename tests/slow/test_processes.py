@@ -94,3 +94,21 @@ def test_an_interruption_at_work_is_one_line(weights, tmp_path):  # noqa: F811
     said = process.stderr.read()
     assert process.wait() == 130 and said in ("", "\nAborted!\n", "Aborted!\n")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_forked_after_a_decoding_decodes():
+    """OpenMP would wait for the parent's threads."""
+    program = """if True:
+        import os, signal, torch
+        from specvis import Pipeline
+        torch.set_num_threads(2)
+        pipeline = Pipeline.load()
+        def tokens(): return pipeline.tokens(["noto red heart"], "jacobi:window=8", pipeline.sampling([1])).tokens
+        wanted = tokens()
+        if (child := os.fork()) == 0:
+            signal.alarm(100)
+            os._exit(0 if torch.equal(tokens(), wanted) else 7)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "0\n", done.stderr

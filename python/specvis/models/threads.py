@@ -3,7 +3,9 @@
 PyTorch's threads wait busily for milliseconds after each operation, on cores that the next op of `specvis_kernels`
 wants. So a step of decoding asks for none of them where that can be helped.
 """
+import os
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +15,9 @@ from .layers import is_transformed, is_unchanged
 
 MOST = 2**15 - 1  # the most numbers that PyTorch writes by one thread
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+if hasattr(os, "register_at_fork"):  # a forked child has none of them, and OpenMP would wait for them for ever
+    os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
 def takes_several(like: Tensor, size: int) -> bool:

@@ -191,7 +191,7 @@ def read_state(path: str | Path):
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable(path))
     except Exception as error:  # a damaged pickle raises nearly any error
-        if needed := dict.fromkeys(re.findall(r"GLOBAL ([^\s\x1b]+)", str(error))):
+        if needed := dict.fromkeys(re.findall(r"(?:GLOBAL |with (?=TorchScript))([^\s\x1b]+)", str(error))):
             raise CheckpointError(f"checkpoint {path} is a pickle that is more than tensors: to read it, code would be "
                                   f"run ({', '.join(needed)}), which is refused; save its tensors alone") from error
         says_why = isinstance(error, (SafetensorError, RuntimeError, EOFError, ValueError, OSError)) and str(error)
