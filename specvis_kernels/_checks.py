@@ -144,6 +144,13 @@ def check_count(name: str, value: int, minimum: int, maximum: int = MOST) -> int
     return count
 
 
+def check_eps(name: str, value: float, hint: str = "") -> None:
+    """Raise ValueError unless `value` can be added to a variance: a number >= 0 in float32. `hint`: to a tensor."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= FLOAT32_MAX:
+        got = f"a tensor{hint}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{name} must be a number >= 0 that fits into float32, got {got}")
+
+
 def check_apart(op: str, tensors: list[tuple[Tensor, bool]]) -> None:
     """Raise ValueError if a tensor that is written to (True) shares memory with another one."""
     ends = {}  # storage -> where its tensors so far end, and where its written ones end

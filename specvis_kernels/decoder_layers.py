@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._checks import check, check_count, check_dims, for_each, integers
+from ._checks import check, check_count, check_dims, check_eps, for_each, integers
 from ._define import define
 from .packed_linear import DTYPES, PANEL, pack_weight, padded, unpacked
 from .tree_attention import _oracle as attend
@@ -183,7 +183,7 @@ def decoder_layers(x: Tensor, layers: PackedLayers, kv_cache: Tensor, lengths: T
     R, N, E = check_dims("x", x, "RNE", DTYPES)
     if not isinstance(layers, PackedLayers):
         raise ValueError(f"layers must be PackedLayers, from pack_layers, got {type(layers).__name__}")
-    L, m = layers.matrices.shape
+    L, m = check_dims("layers.matrices", layers.matrices, "Lm")
     check("layers.matrices", layers.matrices, x.dtype, like=x, L=L, m=m)
     T, Hkv, D = (kv_cache.shape[d] for d in (2, 4, 5)) if check_dims("kv_cache", kv_cache, "LRT2GD") else ()
     check("kv_cache", kv_cache, x.dtype, like=x, L=L, R=R, T=T, two=2, Hkv=Hkv, D=D)
@@ -205,8 +205,15 @@ def decoder_layers(x: Tensor, layers: PackedLayers, kv_cache: Tensor, lengths: T
         raise ValueError(f"the rows of x must be a multiple of B={B}, got {R}")
     if first_node + N > 64 * W:
         raise ValueError(f"ancestors must have a word for each 64 nodes, got W={W} for {first_node + N} nodes")
-    if matrix_sizes(E, layers.heads, Hkv, D, layers.ffn_dim)[-1] != m:
+    H = check_count("layers.heads", layers.heads, 1)
+    if Hkv < 1 or H % Hkv or matrix_sizes(E, H, Hkv, D, check_count("layers.ffn_dim", layers.ffn_dim, 1))[-1] != m:
         raise ValueError(f"layers must be packed for E={E}, Hkv={Hkv} and D={D} as x and kv_cache have it")
+    v = sum(vector_sizes(E, H, Hkv, D, layers.has_head_norms))
+    check("layers.vectors", layers.vectors, torch.float32, like=x, L=L, v=v)
+    if layers.last_norm is not None:
+        check("layers.last_norm", layers.last_norm, torch.float32, like=x, E=E)
+    check_eps("layers.eps", layers.eps)
+    check_eps("layers.head_eps", layers.head_eps)
     if key_mask is not None:
         check("key_mask", key_mask, torch.bool, like=x, R=R, S=check_dims("key_mask", key_mask, "RS")[1])
     return _call(backend, x, *layers[:3], kv_cache, lengths, for_each(ancestors, B), positions, rotations, key_mask,
@@ -217,6 +224,12 @@ def matrix_sizes(E: int, H: int, Hkv: int, D: int, ffn_dim: int) -> list[int]:
     """Where qkv, out, gate with up, and down end in a layer's packed matrices."""
     F_ = padded(ffn_dim)
     return [*accumulate([padded((H + 2 * Hkv) * D) * E, padded(E) * H * D, 2 * F_ * E, padded(E) * F_])]
+
+
+def vector_sizes(E: int, H: int, Hkv: int, D: int, has_head_norms: bool) -> list[int]:
+    """How many numbers a layer's norms and biases are, in their order in `PackedLayers.vectors`."""
+    n = (H + Hkv) * D * has_head_norms
+    return [E, E, E, (H + 2 * Hkv) * D, n, n]
 
 
 def _oracle(x: Tensor, matrices: Tensor, vectors: Tensor, last_norm: Tensor | None, kv_cache: Tensor, lengths: Tensor,
@@ -247,8 +260,9 @@ def _oracle(x: Tensor, matrices: Tensor, vectors: Tensor, last_norm: Tensor | No
     dtype, stream = x.dtype, x.float()
     for layer, (matrix, vector) in enumerate(zip(matrices, vectors)):
         qkv, out, gate_up, down = (matrix[begin:end] for begin, end in zip([0, *ends], ends))
-        Q, n = (H + 2 * G) * D, (H + G) * D * has_head_norms
-        first_norm, ffn_norm, out_bias, qkv_bias, scale, shift = vector.split([E, E, E, Q, n, n])
+        Q = (H + 2 * G) * D
+        first_norm, ffn_norm, out_bias, qkv_bias, scale, shift = vector.split(
+            vector_sizes(E, H, G, D, has_head_norms))
         y = normed(stream, first_norm if has_first_norm else None).to(dtype)
         y = (times(y, qkv, Q, E) + qkv_bias).view(R, N, H + 2 * G, D)
         qk, v = y[:, :, :H + G], y[:, :, H + G:]

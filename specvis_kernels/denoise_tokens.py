@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._checks import check, check_dims, setting
+from ._checks import check, check_count, check_dims, check_eps, setting
 from ._define import define
 from .packed_linear import pack_weight, padded, unpacked
 
@@ -142,9 +142,10 @@ def denoise_tokens(noise: Tensor, z: Tensor, time: Tensor, network: PackedDenois
         raise ValueError(f"network must be a PackedDenoiser, from pack_denoiser, got {type(network).__name__}")
     if P not in (1, 2) or T < 1:
         raise ValueError(f"there must be a step, and z must have one or two rows a token, got T={T} and P={P}")
-    m, v = (sum(sizes) for sizes in part_sizes(network.num_blocks, W, C))
+    m, v = (sum(sizes) for sizes in part_sizes(check_count("network.num_blocks", network.num_blocks, 0), W, C))
     check("network.matrices", network.matrices, torch.float32, like=noise, m=m)
     check("network.vectors", network.vectors, torch.float32, like=noise, v=v)
+    check_eps("network.eps", network.eps)
     if P == 1 and (isinstance(guidance, Tensor) or guidance != 1):
         raise ValueError("guidance needs two rows of z for each token")
     guidance = setting("guidance", guidance, torch.float32, noise, R=R)

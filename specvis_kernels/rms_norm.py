@@ -1,11 +1,10 @@
 """rms_norm: RMSNorm of rows, after a residual is added to them."""
-from numbers import Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._checks import FLOAT32_MAX, FLOATS, check, check_rows
+from ._checks import FLOATS, check, check_eps, check_rows
 from ._define import define
 
 
@@ -50,9 +49,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, residual: Tensor |
     check("weight", weight, x.dtype, like=x, E=x.shape[-1])
     if residual is not None:
         check_rows("residual", residual, "E", x.dtype, like=x)
-    if isinstance(eps, bool) or not isinstance(eps, Real) or not 0 <= eps <= FLOAT32_MAX:
-        got = "a tensor: residual is given by name" if isinstance(eps, Tensor) else repr(eps)
-        raise ValueError(f"eps must be a number >= 0 that fits into float32, got {got}")
+    check_eps("eps", eps, ": residual is given by name")
     E = x.shape[-1]
     normed, stream = _call(backend, x.reshape(-1, E), weight, None if residual is None else residual.reshape(-1, E),
                            float(eps))

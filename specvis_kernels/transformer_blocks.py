@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._checks import check, check_count, check_dims, integers
+from ._checks import check, check_count, check_dims, check_eps, integers
 from ._define import define
 from .packed_linear import DTYPES, pack_weight, padded, unpacked
 
@@ -114,7 +114,14 @@ def transformer_blocks(x: Tensor, blocks: PackedBlocks, *, key_mask: Tensor | No
     if not isinstance(blocks, PackedBlocks):
         raise ValueError(f"blocks must be PackedBlocks, from pack_blocks, got {type(blocks).__name__}")
     L = check_dims("blocks.matrices", blocks.matrices, "Lm")[0]
-    check("blocks.matrices", blocks.matrices, x.dtype, like=x, L=L, m=sum(matrix_sizes(E, blocks.ffn_dim)))
+    ffn_dim = check_count("blocks.ffn_dim", blocks.ffn_dim, 1)
+    check("blocks.matrices", blocks.matrices, x.dtype, like=x, L=L, m=sum(matrix_sizes(E, ffn_dim)))
+    check("blocks.vectors", blocks.vectors, torch.float32, like=x, L=L, v=sum(vector_sizes(E, ffn_dim)))
+    if blocks.last_norm is not None:
+        check("blocks.last_norm", blocks.last_norm, torch.float32, like=x, two_E=2 * E)
+    if E % check_count("blocks.heads", blocks.heads, 1) or E // blocks.heads > 256:
+        raise ValueError(f"blocks.heads must divide E={E} into heads of at most 256, got {blocks.heads}")
+    check_eps("blocks.eps", blocks.eps)
     if key_mask is not None:
         check("key_mask", key_mask, torch.bool, like=x, R=R, N=N)
     if wanted is None:
@@ -126,6 +133,11 @@ def transformer_blocks(x: Tensor, blocks: PackedBlocks, *, key_mask: Tensor | No
 def matrix_sizes(E: int, ffn_dim: int) -> list[int]:
     """How many numbers the packed weights of a block are."""
     return [padded(outputs) * K for outputs, K in ((3 * E, E), (E, E), (ffn_dim, E), (E, ffn_dim))]
+
+
+def vector_sizes(E: int, ffn_dim: int) -> list[int]:
+    """How many numbers the norms and biases of a block are."""
+    return [E, E, 3 * E, E, E, E, ffn_dim, E]
 
 
 def _oracle(x: Tensor, matrices: Tensor, vectors: Tensor, last_norm: Tensor | None, key_mask: Tensor | None,
@@ -142,7 +154,7 @@ def _oracle(x: Tensor, matrices: Tensor, vectors: Tensor, last_norm: Tensor | No
     for number, (matrix, vector) in enumerate(zip(matrices, vectors), 1):
         qkv, out, up, down = matrix.split(matrix_sizes(E, ffn_dim))
         norm1, norm1_bias, qkv_bias, out_bias, norm2, norm2_bias, up_bias, down_bias = vector.split(
-            [E, E, 3 * E, E, E, E, ffn_dim, E])
+            vector_sizes(E, ffn_dim))
         q, k, v = times(F.layer_norm(stream, (E,), norm1, norm1_bias, eps), qkv, 3 * E, E, qkv_bias).chunk(3, -1)
         if number == len(matrices):
             q, stream = q.gather(1, wanted), stream.gather(1, wanted)

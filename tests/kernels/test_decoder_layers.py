@@ -130,8 +130,17 @@ def test_refuses_what_does_not_fit():
     args, kwargs = inputs.decoder_layers(1, 2, 64, 2, 1, 32, 64)
     named = dict(zip(("x", "layers", "kv_cache", "lengths", "ancestors", "positions", "rotations"), args)) | kwargs
     L, R, T = named["kv_cache"].shape[:3]
+    by_hand = [("layers", args[1]._replace(**{name: value}), message) for name, value, message in (
+        ("matrices", None, "layers.matrices must be a tensor, got NoneType"),
+        ("vectors", args[1].vectors[:, 1:], rf"layers.vectors must be float32 \(L={L}, v="),
+        ("vectors", None, "layers.vectors must be float32 .*, got NoneType"),
+        ("last_norm", args[2].new_zeros(8), r"layers.last_norm must be float32 \(E=64\), got float32 \(8,\)"),
+        ("heads", "2", "layers.heads must be an integer >= 1, got '2'"),
+        ("ffn_dim", None, "layers.ffn_dim must be an integer >= 1, got None"),
+        ("eps", float("nan"), "layers.eps must be a number >= 0 that fits into float32, got nan"),
+        ("head_eps", -1, "layers.head_eps must be a number >= 0 that fits into float32, got -1"))]
     for name, value, message in (
-            ("x", args[0].bfloat16(), r"layers.matrices must be bfloat16 .*, got float32"),
+            *by_hand, ("x", args[0].bfloat16(), r"layers.matrices must be bfloat16 .*, got float32"),
             ("layers", None, "layers must be PackedLayers, from pack_layers, got NoneType"),
             ("kv_cache", args[2].bfloat16(), "kv_cache must be float32 .*, got bfloat16"),
             ("kv_cache", args[2].transpose(1, 2), rf"kv_cache must be float32 \(L={L}, R={R}, .*got float32"),

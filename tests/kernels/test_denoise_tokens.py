@@ -96,6 +96,8 @@ def test_refuses_what_does_not_fit():
             ("z", named["z"].repeat(1, 2, 1), "z must have one or two rows a token, got T=3 and P=4"),
             ("z", named["z"][:, :1], "guidance needs two rows of z"),
             ("time", named["time"][:2], r"time must be float32 \(T=3, W=32\)"),
+            ("network", named["network"]._replace(num_blocks=None), "network.num_blocks must be an integer >= 0"),
+            ("network", named["network"]._replace(eps=-1.0), "network.eps must be a number >= 0 .*, got -1.0"),
             ("network", None, "network must be a PackedDenoiser, from pack_denoiser, got NoneType"),
             ("schedule", named["schedule"][:, :6], r"schedule must be float32 \(T=3, numbers=7\)"),
             ("temperature", 0, "temperature must be a positive number, got 0"),

@@ -76,6 +76,10 @@ def test_refuses_what_does_not_fit():
             ({"x": x.bfloat16()}, "blocks.matrices must be bfloat16 .*, got float32"),
             ({"x": x[..., :16]}, r"blocks.matrices must be float32 \(L=2, m=\d+\)"),
             ({"x": x[:, :0]}, "x must have N >= 1"),
+            ({"blocks": blocks._replace(vectors=blocks.vectors[:, 1:])}, r"blocks.vectors must be float32 \(L=2, v="),
+            ({"blocks": blocks._replace(last_norm=x.new_zeros(32))}, r"blocks.last_norm must be float32 \(two_E=64\)"),
+            ({"blocks": blocks._replace(heads=3)}, "blocks.heads must divide E=32 into heads of at most 256, got 3"),
+            ({"blocks": blocks._replace(eps=float("nan"))}, "blocks.eps must be a number >= 0 .*, got nan"),
             ({"blocks": None}, "blocks must be PackedBlocks, from pack_blocks, got NoneType"),
             ({"key_mask": torch.ones(2, 4, dtype=torch.bool)}, r"key_mask must be bool \(R=2, N=5\)"),
             ({"wanted": torch.zeros(3, 1, dtype=torch.int64)}, r"wanted must be int64 or int32 \(R=2, n=1\)")):

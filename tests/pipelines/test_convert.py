@@ -557,6 +557,9 @@ def test_no_code_in_a_file_is_run(files, tmp_path, monkeypatch):
     np.savez("objects.npz", np.array([Runs()], dtype=object), allow_pickle=True)
     with pytest.raises(CheckpointError, match="objects.npz cannot be read: Object arrays cannot be loaded"):
         convert(["objects.npz"], "m")
+    np.savez_compressed("zeros.npz", np.zeros((10**6, 2), np.int64))
+    with pytest.raises(CheckpointError, match="zeros.npz must unpack to at most 100 times its size, got 15 MB; numpy"):
+        convert(["zeros.npz"], "m")
     assert not (tmp_path / "run-by-a-pickle").exists() and not (tmp_path / "m").exists()
 
 

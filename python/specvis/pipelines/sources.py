@@ -17,6 +17,7 @@ from .checkpoint import CheckpointError, read_state, tensors_of, unwrapped
 
 CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
          torch.int32: "I32", torch.int16: "I16", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL"}
+UNPACKED = 100  # times the size of its file an archive of arrays may have [3, of a table of neighbors]; zeros have 1000
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,13 @@ def open_file(path: Path, say: Callable[[str], None] = lambda line: None) -> dic
                     for name, (shape, code) in described.items()}
         if path.suffix in (".npy", ".npz"):
             array = np.load(path, mmap_mode="c", allow_pickle=False)
-            arrays = {"table": array} if isinstance(array, np.ndarray) else dict(array)
+            if isinstance(array, np.ndarray):
+                arrays = {"table": array}
+            elif (unpacked := sum(entry.file_size for entry in array.zip.infolist())) > UNPACKED * path.stat().st_size:
+                raise CheckpointError(f"checkpoint {path} must unpack to at most {UNPACKED} times its size, got "
+                                      f"{unpacked / 2**20:.0f} MB; numpy.savez writes its arrays without packing them")
+            else:
+                arrays = dict(array)
             return {name: Lazy(value.shape, torch.from_numpy(value[:0].copy()).dtype,
                                lambda value=value: torch.from_numpy(value)) for name, value in arrays.items()}
     except (CheckpointError, MemoryError):
