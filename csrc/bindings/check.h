@@ -160,6 +160,9 @@ class Arguments {
     const int64_t last = tensor.dim() - 1;
     require(tensor.size(last) <= 1 || tensor.stride(last) == 1, name, "must be contiguous in its last dimension");
     check_device(name, tensor);
+    int64_t elements = tensor.numel() > 0;
+    for (int64_t d = 0; d <= last && elements; ++d) elements += (tensor.size(d) - 1) * tensor.stride(d);
+    check_memory(name, tensor, elements);
     if (is_misaligned(tensor)) tensor = torch::stable::clone(tensor);
     for (int64_t d = 0; d < last; ++d) strides[d] = tensor.stride(d);
     *to = tensor.const_data_ptr();
@@ -282,6 +285,13 @@ class Arguments {
            : type == ScalarType::Half ? FloatType::float16
                                       : FloatType::bfloat16;
   }
+  // A storage may have been made smaller than its tensors, as FSDP frees weights.
+  void check_memory(const char* name, const Tensor& tensor, int64_t elements) const {
+    int64_t bytes = 0, size = tensor.element_size();
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+    require(elements == 0 || (tensor.storage_offset() + elements) * size <= bytes, name,
+            "has lost its memory: its storage was freed");
+  }
   static bool is_misaligned(const Tensor& tensor) {
     return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % tensor.element_size() != 0;
   }
@@ -289,6 +299,7 @@ class Arguments {
   const void* place(const char* name, const Tensor& tensor, bool is_written) {
     check_device(name, tensor);
     require(tensor.is_contiguous(), name, "must be contiguous");
+    check_memory(name, tensor, tensor.numel());
     const void* data = tensor.const_data_ptr();
     if (is_misaligned(tensor)) {
       require(!is_written, name, "is written to, so its elements must be aligned");

@@ -1,7 +1,10 @@
 #include "team.h"
 
 #include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
 #include <torch/csrc/stable/ops.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -31,9 +34,18 @@ void pause() {
 #endif
 }
 
+// Lets this thread run on the cores on which `caller` may run now: they were other ones when this thread began.
+void follow(pid_t caller) {
+  cpu_set_t own, theirs;
+  if (sched_getaffinity(0, sizeof own, &own) == 0 && sched_getaffinity(caller, sizeof theirs, &theirs) == 0 &&
+      !CPU_EQUAL(&own, &theirs))
+    sched_setaffinity(0, sizeof theirs, &theirs);
+}
+
 struct Job {
   std::function<void(int64_t)> work;
   int64_t threads;
+  const pid_t caller = static_cast<pid_t>(syscall(SYS_gettid));
   std::atomic<int64_t> next{1};
 };
 
@@ -86,6 +98,7 @@ class Pool {
         job = job_;
       }
       if (!job || index >= job->threads - 1) continue;
+      if (nanoseconds() - begin >= kIdle) follow(job->caller);  // after each sleep
       const int64_t number = job->next.fetch_add(1, std::memory_order_relaxed);
       if (number < job->threads) job->work(number);
       begin = nanoseconds();

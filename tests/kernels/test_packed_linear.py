@@ -1,11 +1,12 @@
 """packed_linear against PyTorch's linear layer."""
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from specvis_kernels import pack_weight, packed_linear
+from specvis_kernels import backends, pack_weight, packed_linear
 from tests.kernels import inputs
 
 
@@ -49,6 +50,27 @@ def test_refuses_what_it_cannot_read():
             packed_linear(x, weight, out_features)
     with pytest.raises(ValueError, match="weight must have an output and an even number of inputs"):
         pack_weight(torch.zeros(4, 5))
+
+
+PINNED = """
+import os, time, torch
+from specvis_kernels import pack_weight, packed_linear
+torch.set_num_threads(2)
+x, weight = torch.randn(64, 512), pack_weight(torch.randn(1024, 512))
+cores, before = os.sched_getaffinity(0), set(os.listdir("/proc/self/task"))
+os.sched_setaffinity(0, {min(cores)})
+while not (new := set(os.listdir("/proc/self/task")) - before): packed_linear(x, weight, 1024)
+os.sched_setaffinity(0, cores)
+while any(os.sched_getaffinity(int(thread)) != cores for thread in new):
+    time.sleep(0.01)
+    packed_linear(x, weight, 1024)
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2 or "cpu" not in backends("packed_linear"),
+                    reason="needs two cores, and the library")
+def test_threads_follow_a_widened_affinity():
+    subprocess.run([sys.executable, "-c", PINNED], check=True, timeout=120)
 
 
 FORKED = """

@@ -47,6 +47,14 @@ def misaligned(tensor):
     return torch.frombuffer(raw.numpy(), dtype=tensor.dtype, offset=1).view(tensor.shape)
 
 
+def freed(tensor):
+    """A tensor whose storage was made smaller, as FSDP frees weights, behind an offset."""
+    longer = torch.cat([tensor.flatten(), tensor.new_zeros(1)])
+    result = longer[1:].view(tensor.shape)
+    longer.untyped_storage().resize_(tensor.itemsize)
+    return result
+
+
 def others_of(value, is_huge_tried):
     """(what was changed, another argument in the place of this one)"""
     if isinstance(value, list):
@@ -58,6 +66,8 @@ def others_of(value, is_huge_tried):
         yield "another dtype", value.to(torch.float64 if value.is_floating_point() else torch.int16)
         yield "a byte of offset", misaligned(value)
         yield "missing", None
+        if is_huge_tried and value.numel():  # torch's own operations end by a signal
+            yield "freed", freed(value)
         for dim, size in enumerate(value.shape):
             yield f"no dimension {dim}", value.select(dim, 0) if size else value.flatten()
             yield f"dimension {dim} of one value", value.expand(*value.shape[:dim], -1, *value.shape[dim + 1:]) \
@@ -76,7 +86,9 @@ def others_of(value, is_huge_tried):
 def call(kernel, args):
     """The outputs and the arguments after the call, or None if it raises; it writes to copies."""
     def copied(a):  # a copy begins at an even address
-        return a if not a.is_contiguous() else misaligned(a) if a.data_ptr() % a.element_size() else a.clone()
+        if not a.is_contiguous() or a.untyped_storage().nbytes() < a.nbytes:
+            return a
+        return misaligned(a) if a.data_ptr() % a.element_size() else a.clone()
 
     args = tree_map_only(torch.Tensor, copied, list(args))
     try:
