@@ -19,6 +19,7 @@ LIMITS = {
     "classes": 2**20,            # [1000]
     "patch": 64,                 # [1]
     "multipliers": 64,           # [4]
+    "mlp_ratio": 1024,           # [4]
     "num_train_timesteps": 100_000, "num_sampling_steps": 100_000,  # [1000]
 }
 MAX_LEVELS = 10                  # of an autoencoder [5]: each halves the picture's sides
@@ -32,11 +33,12 @@ def check_sizes(config) -> None:
         value, types = getattr(config, field.name), get_args(field.type) or (field.type,)
         if value is None and type(None) in types:
             continue
-        least, most = int(field.name not in MAY_BE_ZERO), LIMITS.get(field.name, WIDTH)
+        least = int(field.name not in MAY_BE_ZERO)
+        most = LIMITS.get(field.name, MAX_NUMBER if float in types else WIDTH)
         if float in types:
             wanted = "at least 0" if least == 0 else "positive"
-            if type(value) not in (int, float) or not (value >= 0 if least == 0 else value > 0) or value > MAX_NUMBER:
-                raise ValueError(f"{field.name} must be a number, {wanted} and finite in 32 bits, got {value!r}")
+            if type(value) not in (int, float) or not (value >= 0 if least == 0 else value > 0) or value > most:
+                raise ValueError(f"{field.name} must be a number, {wanted} and at most {most:g}, got {value!r}")
         elif field.name != "multipliers":
             if type(value) is not int or not least <= value <= most:
                 raise ValueError(f"{field.name} must be a whole number within {least}..{most}, got {value!r}")

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..decoding.limits import MAX_TOKENS, is_count
 from ..files import locked, replacing_together, write_json
 from ..models import mar
 from ..models.eagle import EagleHead
@@ -190,9 +191,9 @@ def refuse_left(out: Path, what: str, *files: str) -> None:
 def size_said(part: Recognized, stride: int) -> int | None:
     """The pixels a side that LANTERN's config.json says."""
     if part.kind == "eagle":
-        return EAGLE_SIZES.get(part.source.config.get("input_type"))
+        return EAGLE_SIZES.get(str(part.source.config.get("input_type")))
     block_size = part.source.config.get("block_size") if part.kind == "gpt" else None
-    return math.isqrt(block_size) * stride if isinstance(block_size, int) else None
+    return math.isqrt(block_size) * stride if is_count(block_size, 1, MAX_TOKENS) else None
 
 
 def sizes_named(path: Path) -> list[int]:
