@@ -126,7 +126,8 @@ def test_the_ops_need_torch_alone():
         assert {module.partition(".")[0] for module in modules} <= allowed, file
 
 
-LAYERS = ("files", "models", "decoding", "pipelines", "study", "cli")  # each imports itself and the layers before it
+# Each imports itself and the layers before it.
+LAYERS = ("terminal", "files", "models", "decoding", "pipelines", "study", "cli")
 MAY_IMPORT = {layer: LAYERS[:i + 1] for i, layer in enumerate(LAYERS)} | {
     "cli": (*LAYERS, "interrupts"),
     "__init__": ("models", "decoding", "pipelines"),

@@ -5,6 +5,8 @@ The limits are far above the papers' values (in brackets), and a step within the
 from dataclasses import MISSING, field
 from numbers import Integral, Real
 
+from ..models.sizes import MAX_NUMBER
+
 MAX_NODES = 1024           # of a tree [64], the root counted: a forward reads as many positions, and gives their logits
 MAX_DEPTH = 128            # levels of a tree [9]: the draft model is run once a level
 MAX_CHILDREN = 128         # children of a node [39]: a level has as many nodes, and the square of it in candidates
@@ -15,7 +17,7 @@ MAX_TOKENS = 2**16         # of an image [1024]
 MAX_STEPS = 100_000        # of denoising [1000]
 MAX_TRIES = 1_000_000      # of resampling [100]
 MAX_TOP_K = 2**31 - 1      # kept in 32 bits; more than a codebook has is all
-MIN_NUMBER, MAX_NUMBER = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # numbers are kept in float32
+MIN_NUMBER = 2.0**-126     # numbers are kept in float32, see MAX_NUMBER
 
 
 def is_count(value, low: int, high: int) -> bool:

@@ -6,9 +6,8 @@ layers or a table of positions; whether the weights are as large as the config s
 from dataclasses import fields
 from typing import get_args
 
-from ..decoding.limits import MAX_NUMBER
-
 WIDTH = 2**16                    # of a layer, in numbers [4096]
+MAX_NUMBER = (2 - 2.0**-23) * 2.0**127  # numbers are kept in float32
 LIMITS = {
     "layers": 1024, "encoder_layers": 1024, "decoder_layers": 1024, "diffusion_blocks": 1024,  # [48]
     "residual_blocks": 64,       # [2]
