@@ -71,7 +71,7 @@ class Commands(click.Group):
         status, line = found
         with suppress(OSError):
             if line:
-                click.echo(printable(" ".join(line.split("\n"))), err=True)
+                click.echo(line, err=True)
         leave_unwritten()
         sys.exit(status)
 
@@ -100,13 +100,14 @@ def status_and_line(error: Exception) -> tuple[int, str | None] | None:
     """The exit status for an error, and what is said about it; None: the error is a fault of the program's own."""
     if type(error).__name__ == "NoArgsIsHelpError":  # of click since 8.2
         return error.exit_code, error.format_message()
-    if isinstance(error, click.UsageError) and error.ctx is not None:
-        return error.exit_code, f"Error: {error.format_message()} (see {error.ctx.command_path} --help)"
-    if isinstance(error, click.ClickException):
-        return error.exit_code, f"Error: {error.format_message()}"
     if isinstance(error, click.Abort):
         return INTERRUPTED, "Aborted!"
-    said = str(error).strip()
+    said = error.format_message() if isinstance(error, click.ClickException) else str(error)
+    said = printable(" ".join(said.split("\n")).strip())
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        return error.exit_code, f"Error: {said} (see {error.ctx.command_path} --help)"
+    if isinstance(error, click.ClickException):
+        return error.exit_code, f"Error: {said}"
     if isinstance(error, MemoryError):
         return REFUSED, f"Error: memory was refused{said and f': {said}'}"
     if isinstance(error, RuntimeError) and any(words in f"{type(error).__name__}: {said}" for words in OUT_OF_MEMORY):
@@ -114,7 +115,7 @@ def status_and_line(error: Exception) -> tuple[int, str | None] | None:
     if isinstance(error, ValueError):
         return BAD_INPUT, f"Error: {said}"
     if isinstance(error, OSError):
-        where = f": {error.filename}" if error.filename is not None else ""
+        where = f": {printable(str(error.filename))}" if error.filename is not None else ""
         is_input = (isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError))
                     or error.errno in (ENAMETOOLONG, ELOOP))
         return BAD_INPUT if is_input else REFUSED, f"Error: {error.strerror or said or type(error).__name__}{where}"
