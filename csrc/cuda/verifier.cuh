@@ -43,9 +43,9 @@ class Verifier {
 
   // How far verification has come. Every thread has the same values.
   struct State {
-    int64_t total;        // the residual's mass
-    int32_t first, last;  // siblings from `first` on, and before `last`, were rejected
-    int32_t next;         // the child that was accepted, or -1
+    int64_t total;                // the residual's mass
+    int32_t first, num_rejected;  // so many siblings from `first` on were rejected
+    int32_t next;                 // the child that was accepted, or -1
     int32_t num_trials, status;
     bool is_uniform;  // whether the uniform distribution has taken the row's place
   };
@@ -123,7 +123,8 @@ class Verifier {
     const bool row_valid = rows_.read(node, is_dense, begin_, end_, use);
     const Total total = sum_of_team(sum, entries_valid && row_valid);
     state_.total = total.mass;
-    state_.first = state_.last = state_.next = -1;
+    state_.first = state_.next = -1;
+    state_.num_rejected = 0;
     state_.is_uniform = false;
     if (argmax) *argmax = 0xffffffffu - static_cast<uint32_t>(team_.max(best));
     return total.valid;
@@ -138,7 +139,8 @@ class Verifier {
     int64_t mass = row_mass(v);
     if (!(bits_[v / kWarp] >> (v % kWarp) & 1)) return mass;
     if (slack_ == 0) return 0;
-    for (int32_t child = state_.first; child != state_.last; child = nodes_[child].next_sibling) {
+    int32_t child = state_.first;
+    for (int32_t i = 0; i < state_.num_rejected; ++i, child = nodes_[child].next_sibling) {
       if (nodes_[child].token == v) mass = rest_of(mass);
     }
     return mass;
@@ -216,7 +218,7 @@ class Verifier {
     const bool is_alone = num_considered_ == 0;
     if (!is_alone || warp() == 0) {
       const int64_t row_total = state_.total;
-      state_.first = state_.last = child;
+      state_.first = child;
       for (int32_t previous = node; child >= 0;) {
         if (!is_valid(child, previous)) {
           state_.status |= kInvalidTree;
@@ -232,12 +234,14 @@ class Verifier {
           break;
         }
         previous = child;
-        state_.last = child = nodes_[child].next_sibling;
+        child = nodes_[child].next_sibling;
+        ++state_.num_rejected;
         if (state_.total == 0) {
           state_.status |= kEmptyResidual;
           state_.is_uniform = batch_.empty == Empty::uniform;
           state_.total = state_.is_uniform ? int64_t{V_} * uniform_mass(V_) : row_total;
           state_.first = child;
+          state_.num_rejected = 0;
           const unsigned threads = is_alone ? kWarp : blockDim.x;
           for (uint32_t i = threadIdx.x; i * kWarp < V_; i += threads) bits_[i] = 0;
           if (is_alone) {
@@ -396,7 +400,7 @@ class Verifier {
       const uint32_t begin = min(w * share_, V_), end = min(begin + share_, V_);
       int64_t change = 0;  // how the chunk's mass has changed since the row was read
       if (state_.is_uniform && lane() == 0) change = (end - begin) * uniform_mass(V_) - chunks()[w];
-      if (state_.first != state_.last) {
+      if (state_.num_rejected > 0) {
 #pragma unroll 1
         for (uint32_t v = begin + lane(); v < end; v += kWarp) {
           if (bits_[v / kWarp] >> lane() & 1) change += mass(v) - row_mass(v);

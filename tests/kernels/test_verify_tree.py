@@ -261,6 +261,14 @@ def test_bad_rows(backend, bad):
     assert verify(backend, [ROW], **chain, **drafts)[::3] == ([1, 2], 0)
 
 
+@pytest.mark.parametrize("omega, token", [(1.0, 2), (0.5, 1)])
+def test_a_link_back_to_the_first_sibling_keeps_what_was_rejected(backend, omega, token):
+    """Of tokens 0 and 1 a rejection leaves nothing, or a half: 0.45 draws from 0 0 1 1, or from 2 1 1 1."""
+    got = verify(backend, [ROW], [9, 0, 1], None, [0.45, 0.99, 0.99], first_child=[1, -1, -1], next_sibling=[-1, 2, 1],
+                 omega=[omega] * 2)
+    assert got == ([], token, 0.0, INVALID_TREE)
+
+
 @pytest.mark.parametrize("first_child, next_sibling, accepted_nodes", [
     ([0, -1, -1, -1], [-1] * 4, []),          # its own child
     ([4, -1, -1, -1], [-1] * 4, []),          # beyond the tree
