@@ -81,7 +81,7 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
         status:     (B, W) int32    EMPTY_RESIDUAL: the residual was empty after a rejection; the token comes from P.
                                     INVALID_ROW: P has an entry that is NaN, negative or above 2, or is 0 in fixed
                                     point; the token is 0.
-                                    INVALID_DRAFT: the same errors, in Q; the token comes from P.
+                                    INVALID_DRAFT: the same errors, in Q, or Q(x) is 0; the token comes from P.
                                     INVALID_TREE: the guess is outside [0, V); the token comes from P.
                                     INVALID_RULE: omega is negative or NaN, or is below 1 with groups or with
                                     neighbors and the optimal residual; the token comes from P.
@@ -136,20 +136,20 @@ def _oracle(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uniforms:
     in_vocabulary = (tokens >= 0) & (tokens < V)
     has_rule = ~is_undefined(omega, neighbors is not None or groups is not None, residual)
     status = torch.where(has_rule, 0, INVALID_RULE) | torch.where(is_valid, 0, INVALID_ROW)
-    is_tried = is_valid & has_rule
-    status = status | torch.where(is_tried & ~draft_is_valid, INVALID_DRAFT, 0)
-    is_tried = is_tried & draft_is_valid
-    status = status | torch.where(is_tried & ~in_vocabulary, INVALID_TREE, 0)
-    is_tried = is_tried & in_vocabulary
 
     def mass_at(ids, mass):
         return mass.gather(1, ids.clamp(0, V - 1)) * ((ids >= 0) & (ids < V))
 
     token = tokens.clamp(0, V - 1)
     column = token.unsqueeze(1)
+    token_mass, token_draft_mass = mass_at(column, mass).squeeze(1), mass_at(column, draft_mass).squeeze(1)
+    is_tried = is_valid & has_rule
+    for is_good, bit in ((draft_is_valid, INVALID_DRAFT), (in_vocabulary, INVALID_TREE),
+                         (token_draft_mass > 0, INVALID_DRAFT)):
+        status = status | torch.where(is_tried & ~is_good, bit, 0)
+        is_tried = is_tried & is_good
     neighbor_mass, num_kept, ids = kept_neighbors(
         mass, total, token, neighbors, None if delta is None else delta.repeat_interleave(W), cutoff, offset, residual)
-    token_mass, token_draft_mass = mass_at(column, mass).squeeze(1), mass_at(column, draft_mass).squeeze(1)
     candidate = Candidate(token, torch.ones_like(is_valid), token_mass, token_mass + neighbor_mass, total,
                           token_draft_mass, draft_total, omega)
     strict_prob = candidate.accept_prob(strict=True)

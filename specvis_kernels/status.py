@@ -12,7 +12,8 @@ INVALID_TREE = 4    # a parent, link, row or token id is out of range: it is rep
 INVALID_RULE = 8    # omega is negative, NaN, or < 1 with groups or with neighbors and the optimal residual; or the
                     # temperature of a Gaussian's distances is not positive and finite: nothing is accepted
 OUT_OF_TRIES = 16   # no try for a continuous token was accepted: the target's own sample was used instead
-INVALID_DRAFT = 32  # the row that drafts were drawn from holds NaN, a negative number, a number above 2, or no mass
+INVALID_DRAFT = 32  # the row that drafts were drawn from holds NaN, a negative number, a number above 2, or no mass; or
+                    # a draft has no mass in it
 SHOWN = 4  # requests of a kind of error
 
 LOGITS = ("after guidance and temperature a row holds NaN, +inf or nothing but -inf, or all ids of its range are "
@@ -28,7 +29,8 @@ MEANINGS = {  # bit -> its name, what may have happened
     INVALID_RULE: ("INVALID_RULE", "an omega is negative, NaN, or below 1 with neighbors and the optimal residual, or "
                    "a temperature of distances is not positive: nothing was accepted"),
     INVALID_DRAFT: ("INVALID_DRAFT", "the row that drafts were drawn from holds NaN, a negative number, a number above "
-                    "2 or no mass: are they logits rather than probabilities?"),
+                    "2 or no mass: are they logits rather than probabilities? Or it gives a draft probability 0: is it "
+                    "the draft's own row (draft_row[n] is for the children of n), with the settings of its draw?"),
 }
 INVALID_ROWS = {  # where an invalid row is something else
     **dict.fromkeys(("guided_probs", "draw_tokens", "draft_children", "draft_frontier", "verify_logits",

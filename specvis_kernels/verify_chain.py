@@ -241,7 +241,8 @@ def _try(rows, draft_rows, tokens, has_draft):
     x = tokens.clamp(0, V - 1)
     row = torch.arange(R, device=rows.device)
     status = torch.where((tokens < 0) | (tokens >= V), INVALID_TREE, 0)
-    status = torch.where(is_draft_valid, status, INVALID_DRAFT)  # of point masses it is the row, see the next line
+    if draft_rows is not None:
+        status = torch.where(is_draft_valid & ((status != 0) | (draft_mass[row, x] > 0)), status, INVALID_DRAFT)
     status = torch.where(is_row_valid, torch.where(has_draft, status, 0), INVALID_ROW)
     draft = Candidate(x, is_sampled, mass[row, x], mass[row, x], total, draft_mass[row, x], draft_total,
                       torch.ones(R, dtype=torch.float64, device=rows.device))

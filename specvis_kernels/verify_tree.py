@@ -70,8 +70,8 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
 
     Probabilities are in fixed point, floor(p * 2**42), and each side of a comparison is one product in float64. So
     all backends decide alike. A row whose sum is not 1 is renormalized: only the ratios of its entries count. A
-    sibling is skipped if its draft row has no mass left without the earlier siblings. A node whose draft row is
-    invalid counts as a leaf.
+    child whose token has no mass in its draft row, without the earlier siblings, is skipped, and reported unless that
+    row has no mass left at all. A node whose draft row is invalid counts as a leaf.
 
     (LANTERN, arXiv:2410.03355; COOL-SD, arXiv:2601.09212, here with the optimal residual at every depth; EAGLE,
     arXiv:2401.15077.)
@@ -113,7 +113,8 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
                                          INVALID_ROW: the target's row at the end of the path has an entry that is
                                          NaN, negative or above 2, or is 0 in fixed point; next_token is 0.
                                          INVALID_DRAFT: the same errors, in the draft row of a node with children; the
-                                         node counts as a leaf.
+                                         node counts as a leaf. Or a child has probability 0 there, so it was
+                                         not drawn from this row, or is there twice; it is rejected, and R stays.
                                          INVALID_TREE: a link that leads to no later node, or a token outside [0, V);
                                          the siblings end there. Or a draft row >= M; the node counts as a leaf.
                                          INVALID_RULE: an omega is negative or NaN, or is below 1 with neighbors and
@@ -279,8 +280,9 @@ def _verify_sampled(target_row, V, tree, draft_row_at, num_draft_rows, draft_row
         is_valid = (at.child > at.previous) & (at.child < N) & (token >= 0) & (token < V)
         status = status | torch.where(active & ~is_valid, INVALID_TREE, 0)
         active = active & is_valid
-        is_tried = active & ~(at.is_sampled & (at.draft_total == 0))
         token = token.clamp(0, V - 1)
+        is_tried = active & ~(at.is_sampled & (at.draft_mass[batch, token] == 0))
+        status = status | torch.where(active & ~is_tried & (at.draft_total > 0), INVALID_DRAFT, 0)
 
         neighbor_mass, num_kept, ids = kept_neighbors(
             at.mass, at.total, token, neighbors, delta, cutoff, offset, residual,

@@ -105,15 +105,16 @@ Coupled couple(const CoupleTokens& batch, const Position& position, Scratch& scr
   const Total draft_sum = sum_row(position.draft, V);
   if (!draft_sum.valid) return from_target(kInvalidDraft);
   if (x < 0 || x >= V) return from_target(kInvalidTree);
+  const int64_t draft_mass = to_fixed_point(position.draft[x]);
+  if (draft_mass == 0) return from_target(kInvalidDraft);
 
   const auto mass = [&](int64_t v) { return to_fixed_point(position.target[v]); };
   const int64_t token_mass = mass(x), k = batch.neighbors.k();
   const int64_t num_considered = k > 0 ? k - (batch.residual == ResidualRule::released) : 0;
   const NeighborPrefix prefix = neighbor_prefix(mass, V, batch.neighbors, num_considered, x,
                                                 Budget(batch.cutoff, position.delta, token_mass, target_sum.mass));
-  const Candidate own = {
-      true,           token_mass,    token_mass + prefix.mass, target_sum.mass, to_fixed_point(position.draft[x]),
-      draft_sum.mass, position.omega};
+  const Candidate own = {true,           token_mass,    token_mass + prefix.mass, target_sum.mass, draft_mass,
+                         draft_sum.mass, position.omega};
   Candidate candidate = own;
   for (int64_t j = 0; j < batch.group_size; ++j) {
     const int64_t id = position.group[j];

@@ -216,25 +216,23 @@ int64_t try_children(const VerifyRequest& request, int64_t node, bool is_leaf, R
       out.status |= kInvalidTree;
       break;
     }
-    if (sampled && draft_total == 0) continue;
-    const int64_t x = request.tokens[child];
+    const int64_t x = request.tokens[child], draft_mass = sampled ? residual.draft_mass(x) : 0;
+    if (sampled && draft_mass == 0) {  // not drawn from the row; if that is used up, it is known to be none
+      if (draft_total > 0) out.status |= kInvalidDraft;
+      continue;
+    }
     const int64_t token_mass = residual(x);
     const NeighborPrefix prefix = residual.prefix(request.neighbors, x, request.num_considered_at(node, x),
                                                   request.budget(token_mass, residual.total()));
-    const Candidate candidate = {sampled,
-                                 token_mass,
-                                 token_mass + prefix.mass,
-                                 residual.total(),
-                                 sampled ? residual.draft_mass(x) : 0,
-                                 draft_total,
-                                 request.omega_at(out.num_accepted)};
+    const Candidate candidate = {sampled,    token_mass,  token_mass + prefix.mass,          residual.total(),
+                                 draft_mass, draft_total, request.omega_at(out.num_accepted)};
     const double accept_prob = candidate.accept_prob(false);
     out.tv_excess += reach_prob * candidate.tv_excess();
     reach_prob *= 1 - accept_prob;
     if (candidate.accepts(request.uniforms[child])) return child;
     reject(request, residual, candidate, x, prefix.num_kept);
     if (sampled) {
-      draft_total -= residual.draft_mass(x);
+      draft_total -= draft_mass;
       residual.remove_from_draft(x);
     }
     if (residual.total() == 0) {

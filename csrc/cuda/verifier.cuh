@@ -277,7 +277,7 @@ class Verifier {
   // What the other warps learn from the warp that decides about a sampled child.
   struct Decision {
     bool is_accepted;
-    int64_t token_mass, draft_mass;  // the token's masses; token_mass includes what the rule moves there
+    int64_t token_mass;  // includes what the rule moves there
     double unit, draft_unit;
   };
 
@@ -290,8 +290,12 @@ class Verifier {
         state_.status |= kInvalidTree;
         return;
       }
-      if (draft_total_ == 0) continue;
       const uint32_t x = static_cast<uint32_t>(nodes_[child].token);
+      const int64_t draft_mass = to_fixed_point(draft_(x));
+      if (draft_mass == 0) {  // not drawn from the row; if that is used up, it is known to be none
+        if (draft_total_ > 0) state_.status |= kInvalidDraft;
+        continue;
+      }
       const bool considers = considers_neighbors(x);
       const int64_t token_mass = considers || warp() == 0 ? static_cast<int64_t>(masses_(x)) : 0;
       KeptNeighbors prefix = {0, 0, false, warp() == 0};
@@ -304,13 +308,13 @@ class Verifier {
         });
       }
       if (prefix.is_of_decider) {
-        const int64_t relaxed_mass = token_mass + prefix.mass, draft_mass = to_fixed_point(draft_(x));
+        const int64_t relaxed_mass = token_mass + prefix.mass;
         const bool is_accepted =
             accepts({true, token_mass, relaxed_mass, state_.total, draft_mass, draft_total_, omega}, child, is_first);
         if (lane() == 0) {
           const bool moves = batch_.residual == ResidualRule::relaxed;
-          of_decider = {is_accepted, moves ? relaxed_mass : token_mass, draft_mass,
-                        1 / static_cast<double>(state_.total), 1 / static_cast<double>(draft_total_)};
+          of_decider = {is_accepted, moves ? relaxed_mass : token_mass, 1 / static_cast<double>(state_.total),
+                        1 / static_cast<double>(draft_total_)};
         }
       }
       __syncthreads();      // this block's nodes and bits may be in scratch memory
@@ -321,7 +325,7 @@ class Verifier {
         state_.next = child;
         return;
       }
-      draft_total_ -= of_decider.draft_mass;
+      draft_total_ -= draft_mass;
       subtract(x, of_decider);
       if (state_.total == 0) {
         state_.status |= kEmptyResidual;

@@ -44,8 +44,9 @@ struct ChainRequest {
     const int64_t x = token(i);
     if (x < 0 || x >= batch.V) return kInvalidTree;
     draft.token_mass = draft.relaxed_mass = to_fixed_point(target_row(i)[x]);
-    if (row) draft.draft_mass = to_fixed_point(row[x]);
-    return 0;
+    if (!row) return 0;
+    draft.draft_mass = to_fixed_point(row[x]);
+    return draft.draft_mass > 0 ? 0 : kInvalidDraft;
   }
 };
 

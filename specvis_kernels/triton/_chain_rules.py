@@ -32,8 +32,8 @@ def read_rows(row, draft_row, tokens, i, num_drafts, reads_draft, V, BLOCK: tl.c
     if draft_row is not None:
         if has_draft & reads_draft:
             draft_total, is_draft_valid = to_fixed_point(draft_row, V, None, 0, BLOCK)
-            status = tl.where(is_draft_valid, status, INVALID_DRAFT)
             token_draft_mass = load_mass(draft_row, token, is_token, True)
+            status = tl.where(is_draft_valid & ((is_token == 0) | (token_draft_mass > 0)), status, INVALID_DRAFT)
     status = tl.where(is_valid, status, INVALID_ROW)
     return status, token, load_mass(row, token, is_token, True), token_draft_mass, total, draft_total
 

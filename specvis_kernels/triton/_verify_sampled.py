@@ -97,12 +97,14 @@ def verify_sampled(rows, tokens, first_child, next_sibling, uniforms, draft_prob
             token = tl.load(tokens + child, mask=is_later, other=-1).to(tl.int64)
             active = is_later & (token >= 0) & (token < V)
             status |= tl.where(active, 0, INVALID_TREE)
-            if active & ((is_sampled == 0) | (draft_total > 0)):
+            token_draft_mass = zero
+            if draft_probs is not None:
+                if is_sampled & active:
+                    token_draft_mass = tl.load(draft_mass + token)
+            is_drawn = (is_sampled == 0) | (token_draft_mass > 0)
+            status |= tl.where(active & (is_drawn == 0) & (draft_total > 0), INVALID_DRAFT, 0)
+            if active & is_drawn:
                 token_mass = tl.load(mass + token)
-                token_draft_mass = zero
-                if draft_probs is not None:
-                    if is_sampled:
-                        token_draft_mass = tl.load(draft_mass + token)
                 relaxed_mass, num_kept = relax(mass, V, neighbors, C, k, offset, token, token_mass, total, first_id,
                                                last_id, delta, CUTOFF, RESIDUAL, False, BLOCK_K)
                 omega_d = tv_excess * 0.0 + 1.0

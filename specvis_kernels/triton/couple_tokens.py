@@ -96,6 +96,9 @@ def couple_tokens_kernel(
     in_vocabulary = (guess >= 0) & (guess < V)
     status |= tl.where(is_tried & (in_vocabulary == 0), INVALID_TREE, 0)
     is_tried = is_tried & in_vocabulary
+    token_draft_mass = load_mass(draft_row, guess, is_tried, True)
+    status |= tl.where(is_tried & (token_draft_mass == 0), INVALID_DRAFT, 0)
+    is_tried = is_tried & (token_draft_mass > 0)
 
     accepts = total != total
     tv_excess = one * 0.0
@@ -103,7 +106,6 @@ def couple_tokens_kernel(
     token = total * 0
     if is_tried:
         token_mass = load_mass(target_row, guess, is_tried, True)
-        token_draft_mass = load_mass(draft_row, guess, is_tried, True)
         strict_prob = accept_prob(True, token_mass, total, token_draft_mass, draft_total, one)
         relaxed_mass = token_mass
         num_neighbors = k

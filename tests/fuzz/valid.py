@@ -73,6 +73,12 @@ def is_row(probs):
     return ((probs >= 0) & (probs <= 2)).all(-1) & (probs >= 2.0**-42).any(-1)
 
 
+def have_mass(rows, tokens):
+    """Whether each row has some at its token."""
+    at = tokens[..., None].clip(0, rows.shape[-1] - 1).astype(int)
+    return np.take_along_axis(rows, at, -1)[..., 0] >= 2.0**-42
+
+
 def ranges(a):
     """The first id of each row (B, N), and the id after the last one."""
     if isinstance(a["id_range"], np.ndarray):
@@ -131,7 +137,7 @@ def neighborhood_sum(a, out):
 def couple_tokens(a, out):
     omega, tokens = np.float32(1 if a["omega"] is None else a["omega"]), a["tokens"]
     return (is_row(a["target_probs"]) & is_row(a["draft_probs"]) & (0 <= tokens)
-            & (tokens < a["target_probs"].shape[2]) & (omega >= least_omega(a)))
+            & (tokens < a["target_probs"].shape[2]) & have_mass(a["draft_probs"], tokens) & (omega >= least_omega(a)))
 
 
 def least_omega(a):
@@ -161,7 +167,7 @@ def select_tree(a, out):
 
 # --- walks ------------------------------------------------------------------------------------------------------------
 
-def walked(path, first_child, next_sibling, max_depth, row_is_valid, draft_is_valid, is_token, ends=range(-2**31, 0)):
+def walked(path, first_child, next_sibling, max_depth, row_is_valid, draft_is_valid, is_child, ends=range(-2**31, 0)):
     """Whether the nodes on a path, and their children up to the accepted ones, are valid. `ends`: ends of a list."""
     for depth, node in enumerate(path):
         if not row_is_valid(node):
@@ -171,9 +177,11 @@ def walked(path, first_child, next_sibling, max_depth, row_is_valid, draft_is_va
             return True
         if not draft_is_valid(node):
             return False
+        tried = []
         while child not in ends and child != accepted:
-            if not before < child < len(first_child) or not is_token(child):
+            if not before < child < len(first_child) or not is_child(node, child, tried):
                 return False
+            tried.append(child)
             before, child = child, int(next_sibling[child])
     return True
 
@@ -198,15 +206,25 @@ def verify_tree(a, out, rows=None, greedy=None):
             return 0 <= a["tokens"][b, child] < V
 
         def draft_is_valid(node):
-            row = -1 if a["draft_probs"] is None else int(a["draft_row"][b, node])
+            row = row_of(node)
             return row < 0 or row < a["draft_probs"].shape[1] and is_row(a["draft_probs"][b, row])
+
+        def row_of(node):
+            return -1 if a["draft_probs"] is None else int(a["draft_row"][b, node])
+
+        def is_child(node, child, tried):
+            if not is_token(child) or row_of(node) < 0:
+                return is_token(child)
+            left = a["draft_probs"][b, row_of(node)].copy()
+            left[a["tokens"][b, tried].astype(int)] = 0
+            return have_mass(left, a["tokens"][b, child]) or not is_row(left)
 
         if greedy[b]:
             return searched(a["first_child"][b], a["next_sibling"][b], rows[b], is_token)
         omega = [1.0] if a["omega"] is None else [setting(a["omega"], np.float32, b, d) for d in range(P)]
         path = [0, *map(int, out[0][b, :out[1][b]])]
         return all(x >= least_omega(a) for x in omega) and walked(
-            path, a["first_child"][b], a["next_sibling"][b], P, rows[b].__getitem__, draft_is_valid, is_token)
+            path, a["first_child"][b], a["next_sibling"][b], P, rows[b].__getitem__, draft_is_valid, is_child)
 
     return each(of_request, B)
 
@@ -223,7 +241,7 @@ def verify_greedy(a, out, rows=None):
     P = N - 1 if a["max_depth"] is None else a["max_depth"]
     return each(lambda b: walked(
         [0, *map(int, out[0][b, :out[1][b]])], a["first_child"][b], a["next_sibling"][b], P,
-        lambda node: rows is None or rows[b, node], lambda node: True, lambda child: True, (-1,)), len(a["tokens"]))
+        lambda node: rows is None or rows[b, node], lambda node: True, lambda *_: True, (-1,)), len(a["tokens"]))
 
 
 def verify_chain(a, out):
@@ -240,12 +258,14 @@ def verify_chain(a, out):
         are_tokens = (0 <= drafts[first:first + n]) & (drafts[first:first + n] < V)
         if a["greedy"] is not None and setting(a["greedy"], bool, b):
             return True if are_tokens.all() and all(own) else None
+        are_drafts = are_tokens if draft_rows is None else are_tokens & have_mass(
+            a["draft_probs"][first:first + n], drafts[first:first + n])
         if a["rule"] == "block" and draft_rows is not None:  # reads on up to a draft that cannot be accepted
-            return True if are_tokens.all() and all(own) and draft_rows[first:first + n].all() else None
+            return True if are_drafts.all() and all(own) and draft_rows[first:first + n].all() else None
         omega = 1.0 if a["omega"] is None else setting(a["omega"], np.float32, b)
         return (n == 0 or omega >= least_omega(a)) and walked(
             range(int(out[0][b]) + 1), [*range(1, n + 1), -1], [-1] * (n + 1), n, own.__getitem__,
-            lambda node: draft_rows is None or draft_rows[first + node], lambda child: are_tokens[child - 1])
+            lambda node: draft_rows is None or draft_rows[first + node], lambda _, child, __: are_drafts[child - 1])
 
     return each(of_request, len(ends))
 

@@ -75,6 +75,7 @@ def test_what_ends_the_drafts_of_a_block(backend):
     bad = [math.nan, 1.0]
     for rows, draft_rows, drafts, bit in (([P1, bad, P1], [Q1, Q2], [0, 0], INVALID_ROW),
                                           ([P1, P2, P1], [Q1, bad], [0, 0], INVALID_DRAFT),
+                                          ([P1, P2, P1], [Q1, [0.0, 1.0]], [0, 0], INVALID_DRAFT),
                                           ([P1, P2, P1], [Q1, Q2], [0, 2], INVALID_TREE)):
         kept = verify(backend, rows, drafts, [0.8, 0.49, 0.0], draft_rows, rule="block")
         assert kept == [1, 0 if bit == INVALID_ROW else 1, 0, bit]  # 0.8 draws 1 from P2
@@ -122,7 +123,9 @@ def test_fly_keeps_nothing_that_is_invalid(backend):
     """A token outside of the vocabulary, and a draft whose row is bad, before a draft that is accepted."""
     options = {"rule": "fly", "window": 1, "entropy": 0.0}
     assert verify(backend, [ROW] * 3, [4, 0], [0.7, 0.3, 0.4], **options) == [0, 1, 0, INVALID_TREE]
-    assert verify(backend, [ROW] * 3, [1, 0], [0.7, 0.3, 0.4], [[0.0] * 4, ROW], **options) == [0, 1, 0, INVALID_DRAFT]
+    for draft_row in [0.0] * 4, [1.0, 0.0, 0.0, 0.0]:
+        got = verify(backend, [ROW] * 3, [1, 0], [0.7, 0.0, 0.4], [draft_row, ROW], **options)
+        assert got == [0, 1, 0, INVALID_DRAFT]
     # One after a rejected draft does not keep it.
     assert verify(backend, [ROW] * 3, [1, 4], [0.7, 0.3, 0.0], **options) == [0, 2, 0, 0]
     bad = [math.nan, *ROW[1:]]

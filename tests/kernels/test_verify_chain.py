@@ -121,9 +121,10 @@ def test_bad_rows_are_those_of_the_request(backend):
         assert got.status.tolist() == [INVALID_ROW * x for x in status]
         assert got.num_accepted.tolist() == [min(2, bad), 0, 0 if bad == 4 else 1]
     draft_probs = tensor(ROW).repeat(3, 1)
-    draft_probs[1] = 0
-    got = verify_chain(tensor(ROW).repeat(6, 1), *args, draft_probs=draft_probs, backend=backend)
-    assert got.status.tolist() == [INVALID_DRAFT, 0, 0] and got.num_accepted.tolist() == [1, 0, 1]
+    for bad in 4 * [0.0], [1.0, 0.0, 0.0, 0.0]:  # no mass at all, or none of the draft
+        draft_probs[1] = tensor(bad)
+        got = verify_chain(tensor(ROW).repeat(6, 1), *args, draft_probs=draft_probs, backend=backend)
+        assert got.status.tolist() == [INVALID_DRAFT, 0, 0] and got.num_accepted.tolist() == [1, 0, 1]
 
 
 @pytest.mark.parametrize("bonus", [False, True])

@@ -169,6 +169,8 @@ def test_statuses(backend):
     assert verify(backend, [ROW], **chain, id_range=[[0, 4], [0, 4], [3, 3]]) == ([1, 2], 0, 0.0, INVALID_ROW)
     assert verify(backend, [ROW], **chain, draft=[4 * [0.0]]) == ([], 3, 0.0, INVALID_DRAFT)
     assert verify(backend, [ROW], **chain, top_k=2, draft=[[NAN, 1, 0, 0]]) == ([], 1, 0.0, INVALID_DRAFT)
+    for top_k in 0, 2:  # token 0 has no mass in its row
+        assert verify(backend, [ROW], **chain, top_k=top_k, draft=[[0.0, 1, 0, 0]])[::3] == ([], INVALID_DRAFT)
     assert verify(backend, [ROW], **chain, draft=[ROW], draft_row=[1, 0, 0]) == ([], 3, 0.0, INVALID_TREE)
     assert verify(backend, [ROW], **chain, omega=[1.0, -1.0]) == ([], 3, 0.0, INVALID_RULE)
     assert verify(backend, [ROW], [9, 4], [-1, 0], [0.9, 0.0]) == ([], 3, 0.0, INVALID_TREE)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specvis_kernels import INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE, verify_tree
+from specvis_kernels import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE, verify_tree
 from tests.kernels.inputs import DEVICE, links
 
 NAN, INF = float("nan"), float("inf")
@@ -267,6 +267,21 @@ def test_a_link_back_to_the_first_sibling_keeps_what_was_rejected(backend, omega
     got = verify(backend, [ROW], [9, 0, 1], None, [0.45, 0.99, 0.99], first_child=[1, -1, -1], next_sibling=[-1, 2, 1],
                  omega=[omega] * 2)
     assert got == ([], token, 0.0, INVALID_TREE)
+
+
+def test_a_child_that_its_row_gives_no_mass(backend):
+    """It is rejected, also at 0, and R stays: token 0 after it is accepted at 0.99, and 0.49 draws 0."""
+    draft = [[0.5, 0.5, 0.0, 0.0]]
+    assert verify(backend, [ROW], [9, 2], [-1, 0], [0.49, 0.0], draft=draft) == ([], 0, 0.0, INVALID_DRAFT)
+    assert verify(backend, [ROW], [9, 2], [-1, 0], [0.49, 0.0], draft=draft, draft_row=[-1, 0]) == ([1], 0, 0.0, 0)
+    siblings = dict(tokens=[9, 2, 0], parents=[-1, 0, 0], uniforms=[0.49, 0.0, 0.99])
+    assert verify(backend, [ROW], **siblings, draft=draft, max_depth=1) == ([2], 0, 0.0, INVALID_DRAFT)
+    # Token 0 is rejected, and comes again. Then R has token 1 alone, and Q too; after it the row is used up.
+    twice = dict(parents=[-1, 0, 0, 0], uniforms=[0.0, 0.5, 0.0, 0.99], draft=draft, max_depth=1)
+    rows = [[0.25, 0.75, 0.0, 0.0]]
+    assert verify(backend, rows, [9, 0, 0, 1], **twice) == ([3], 0, 0.0, INVALID_DRAFT)
+    twice["uniforms"] = [0.0, 0.5, 1.0, 0.0]
+    assert verify(backend, rows, [9, 0, 1, 0], **twice)[::3] == ([], EMPTY_RESIDUAL)
 
 
 @pytest.mark.parametrize("first_child, next_sibling, accepted_nodes", [
