@@ -15,7 +15,8 @@ void commit_kv_cpu(const CommitKv& batch) {
     is_valid[b] = moves.is_valid(b);
     if (batch.new_lengths) batch.new_lengths[b] = moves.new_length(b);
   }
-  const int64_t runs = moves.num_runs(), grain = kTaskBytes / ((moves.P + 1) * moves.inner + 1) + 1;
+  const int64_t runs = moves.inner > 0 ? moves.num_runs() : 0,
+                grain = kTaskBytes / ((moves.P + 1) * moves.inner + 1) + 1;
   parallel_for(runs * batch.num_caches, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t run = i % runs, row = moves.row(run), b = row % moves.B;

@@ -14,7 +14,7 @@ void run(const RotateIntoCache& batch) {
   const int64_t N = batch.N, H = batch.H, G = batch.G, D = batch.D, T_ = batch.T, Q = (H + 2 * G) * D;
   parallel_for(batch.R * N, kTaskWork / Q + 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t r = i / N, n = i % N, length = batch.lengths[r % batch.B], column = length + batch.first_node + n;
+      const int64_t r = i / N, n = i % N, length = batch.lengths[r % batch.B];
       const T* const from = static_cast<const T*>(batch.qkv) + i * Q;
       const int64_t position = std::clamp<int64_t>(batch.positions[r % batch.Y * N + n], 0, batch.P - 1);
       const float* const rotation = batch.rotations + position * D;
@@ -28,7 +28,7 @@ void run(const RotateIntoCache& batch) {
       };
       for (int64_t h = 0; h < H; ++h) turn(from + h * D, static_cast<T*>(batch.q) + (i * H + h) * D);
       if (length < 0 || length >= T_ - batch.first_node - n) continue;
-      T* const entry = static_cast<T*>(batch.kv_cache) + (r * T_ + column) * 2 * G * D;
+      T* const entry = static_cast<T*>(batch.kv_cache) + (r * T_ + length + batch.first_node + n) * 2 * G * D;
       for (int64_t g = 0; g < G; ++g) turn(from + (H + g) * D, entry + g * D);
       std::copy_n(from + (H + G) * D, G * D, entry + G * D);
     }

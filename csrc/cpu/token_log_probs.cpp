@@ -15,11 +15,11 @@ void token_log_probs_cpu(const TokenLogProbs& batch) {
     FilteredRow row(rows.V);
     for (int64_t i = begin; i < end; ++i) {
       const int64_t n = batch.row_numbers ? batch.row_numbers[i] : i % batch.K;
-      const int64_t r = i / batch.K * rows.N + n, token = batch.tokens[i];
       float &sampled = batch.sampled[i], &full = batch.full[i];
       sampled = full = n < 0 ? 0 : kNever;
       batch.status[i] = 0;
       if (n < 0) continue;
+      const int64_t r = i / batch.K * rows.N + std::min(n, rows.N - 1), token = batch.tokens[i];
       if (n >= rows.N || !row.read(rows, r)) {
         batch.status[i] = kInvalidRow;
         continue;

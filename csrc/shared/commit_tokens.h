@@ -53,7 +53,7 @@ struct CommitTokens {
     const int64_t room = L - 1 - count;
     num_accepted_at[b * L + count] = last;
     num_drafted_at[b * L + count] = depth[b] < room ? depth[b] : room;
-    target_forwards[b] += 1;
+    target_forwards[b] = static_cast<int64_t>(static_cast<uint64_t>(target_forwards[b]) + 1);  // wraps, as torch's
     if (step_excess) tv_excess[b] += step_excess[b];
     const bool is_invalid = status[b] & kInvalidRow;
     if (is_invalid) failed[b] = true;

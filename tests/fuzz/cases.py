@@ -356,7 +356,8 @@ def commit_kv(d):
     N, P = d.nodes(), d.pick(0, 1, 2, 5)
     P = min(P, N - 1)
     B = min(d.batch(N), 200)
-    options = {"layout": d.pick("rows", "layers", "heads", "paged"), "start": d.chance(0.5), "width": d.pick(1, 3),
+    options = {"layout": d.pick("rows", "layers", "heads", "paged"), "start": d.chance(0.5),
+               "width": 0 if d.is_large and d.chance(0.5) else d.pick(1, 3),
                "dtype": d.pick(torch.float16, torch.uint8, torch.int64, torch.float32), "columns": 2 * N + d.pick(0, 6),
                "some_wrong": d.chance(0.5)}
     if not B and options["layout"] == "paged":
@@ -377,7 +378,7 @@ def commit_tokens(d):
     named = dict(zip(inspect.signature(specvis_kernels.commit_tokens).parameters, args))
     for name, bad in (("counts", (L, L - 1, *INT64)), ("num_accepted", (P + 1, *INT32)), ("status", INT32),
                       ("accepted_nodes", (N, *INT32)), ("depth", INT64), ("tv_excess", DELTAS),
-                      ("step_excess", DELTAS), ("next_token", INT64)):
+                      ("step_excess", DELTAS), ("next_token", INT64), ("target_forwards", INT64)):
         if named[name] is not None:
             named[name] = d.hurt(named[name], bad)
     return named

@@ -13,6 +13,7 @@ TINY = {0}       # interpreted by Triton too
 SMALL = {1, 2, 3, 4, 5, 6, 7, 8}  # and emulated
 LONG = {9, 10}   # with long rows
 REFUSED = {11}   # an argument has a wrong kind
+LARGE = {1, 12, 13}  # integers near 2**63
 ROWS = {"tiny": 6, "small": 64, "long": 2, "big": 2048}
 VOCABULARIES = {"tiny": (1, 2, 3, 5, 17), "small": (1, 2, 3, 5, 17, 32, 33, 64, 129, 600),
                 "big": (1, 2, 3, 5, 8, 17, 33), "long": (4097, 16383, 16384, 65537, 262143)}
@@ -25,6 +26,7 @@ class Maker(Values):
         super().__init__(f"{op} {number}")
         turn = number % TURN
         self.size = "tiny" if turn in TINY else "small" if turn in SMALL else "long" if turn in LONG else "big"
+        self.is_large = turn in LARGE
         if turn in REFUSED:
             self.size = "small"
 

@@ -23,6 +23,8 @@ INT64 = (-2**63, 2**63 - 1, -2**31, 2**32, -7, -2, -1, 0, 1)
 class Values:
     """Draws that a seed decides: numbers, and tensors in which some numbers are bad."""
 
+    is_large = False  # whether the bad integers of all arguments together are the largest of their dtypes
+
     def __init__(self, seed):
         self.r = random.Random(seed)
         self.g = torch.Generator().manual_seed(self.r.getrandbits(62))
@@ -46,7 +48,10 @@ class Values:
 
     def hurt(self, tensor, bad, share=0.3):
         """With this chance one element of a tensor, or up to an eighth of them, becomes a bad number."""
-        if not self.is_wild or not tensor.numel() or not self.chance(share):
+        if self.is_large and tensor.numel() and not tensor.is_floating_point():
+            most = torch.iinfo(tensor.dtype).max
+            bad = most, most - 1, -most - 1
+        elif not self.is_wild or not tensor.numel() or not self.chance(share):
             return tensor
         count = self.pick(1, 1, 2, max(1, tensor.numel() // 64), max(1, tensor.numel() // 8))
         values = torch.tensor(bad, dtype=tensor.dtype)

@@ -25,7 +25,7 @@ def test_pairs_turn_by_their_positions_and_values_do_not(halves, turned, backend
 def test_a_column_outside_the_cache_is_not_written(backend):
     (qkv, cache, _, positions, rotations), _ = inputs.rotate_into_cache(2, 3, 1, 1, 4)
     T = cache.shape[1]
-    for length, written in ((0, range(3)), (T - 1, (T - 1,)), (T, ()), (-1, ()), (2**62, ()), (-2**63, ())):
+    for length, written in ((0, range(3)), (T - 1, (T - 1,)), (T, ()), (-1, ()), (2**63 - 1, ()), (-2**63, ())):
         new = torch.full_like(cache, 9.0)
         lengths = torch.tensor([length, 4], device=DEVICE)
         rotate_into_cache(qkv, new, lengths, positions, rotations, backend=backend)
