@@ -35,7 +35,7 @@ from ._vmap import batching_rule
 from .status import check_status
 
 NAMESPACE = __package__
-CHECKS = os.environ.get("SPECVIS_CHECK") == "1"  # read once: whether every op ends with check_status()
+CHECKS = os.environ.get("SPECVIS_CHECK") == "1"  # read once: whether ops check values, as by check_status()
 IS_KNOWN = "PyTorch has this process's ops of specvis_kernels already, and keeps them: restart Python to import it anew"
 SMALLEST = 5e-324  # doubled, it is 0 where the program has set_flush_denormal
 if torch._C._dispatch_has_kernel(f"{NAMESPACE}::tree_links"):
@@ -119,11 +119,16 @@ def define(name: str, *, oracle: Callable, meta: Callable, result: type | None =
             if tensor is not None and not tensor.is_contiguous():
                 args = *args[:i], tensor.contiguous(), *args[i + 1:]
         outputs = op(*args) if backend is None else forced(backend, args)
-        if CHECKS and has_status and not is_traced(outputs[-1]):
+        if has_status and checks(outputs[-1]):
             check_status(outputs[-1], name)
         return outputs if result is None else result(*outputs)
 
     return call
+
+
+def checks(output: Tensor) -> bool:
+    """Whether an op with this output is to check values: SPECVIS_CHECK=1 asks for it, and there are some."""
+    return CHECKS and not is_traced(output)
 
 
 def _triton_kernel(name: str, written: list[int]) -> Callable:

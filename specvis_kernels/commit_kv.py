@@ -5,11 +5,12 @@ import torch
 from torch import Tensor
 
 from ._checks import check_dims, integers, to_integer
-from ._define import define
+from ._define import checks, define
+from .status import check_requests
 
 
 def commit_kv(caches: Tensor | Sequence[Tensor], accepted_nodes: Tensor, num_accepted: Tensor, lengths: Tensor, *,
-              row_dim: int | None = 0, column_dim: int = 1, start: Tensor | None = None,
+              row_dim: int | None = 0, column_dim: int | None = None, start: Tensor | None = None,
               slots: Tensor | None = None, backend: str | None = None) -> Tensor:
     """Move the keys and values of a draft tree's accepted nodes to the front of a cache. This writes to the caches.
 
@@ -24,19 +25,20 @@ def commit_kv(caches: Tensor | Sequence[Tensor], accepted_nodes: Tensor, num_acc
     A request is left alone, and its length is returned unchanged, if its numbers are out of range: its accepted nodes
     are not positive and rising, num_accepted is not within 0..P, lengths[b] is negative or above start[b], or a column
     or slot is not in the cache. So nothing is ever read or written out of bounds, and no move overwrites what a later
-    one reads.
+    one reads. With SPECVIS_CHECK=1 in the environment such a request is an error (StatusError).
 
     Args:
         caches:          written to: a tensor or a list of tensors of one shape and dtype, contiguous, with 1, 2, 4 or 8
-                         bytes an element, no two in the same memory. (layers, R, T, 2, H, D) has row_dim 1 and
-                         column_dim 2, a list of (R, H, T, D), as transformers has it, has row_dim 0
-                         and column_dim 2; the defaults are for (R, T, Hkv, D), as tree_attention reads it
+                         bytes an element, no two in the same memory. (R, T, Hkv, D), as tree_attention reads it, has
+                         column_dim 1; (R, H, T, D), as transformers has it, column_dim 2; and
+                         (layers, R, T, 2, H, D) row_dim 1 and column_dim 2
         accepted_nodes:  (B, P) int32 or int64   of each request, from the root down, without the root; as verify_tree
                                                  gives them
         num_accepted:    (B,)   int32 or int64   how many there are; later entries are not read
         lengths:         (B,)   int32 or int64   how many columns are committed: the root's new column
         row_dim:         the dimension of the R rows, R a multiple of B; None with `slots`
-        column_dim:      the dimension of the T columns, after row_dim; with `slots` the dimension of the slots
+        column_dim:      the dimension of the T columns, after row_dim; with `slots` the dimension of the slots. None:
+                         1, but caches of four dimensions need it
         start:           (B,)   int32 or int64   the root's column now; None: lengths, where it stays
         slots:           (R, T) int32 or int64   of a paged cache: the slot of column t of row r. Two columns that
                                                  move do not share a slot. None: not paged
@@ -85,6 +87,12 @@ def commit_kv(caches: Tensor | Sequence[Tensor], accepted_nodes: Tensor, num_acc
         raise ValueError(f"caches must have 1, 2, 4 or 8 bytes an element, got {first.dtype}")
     if (row_dim is None) != (slots is not None):
         raise ValueError(f"row_dim must be None with slots, and only then, got {row_dim}")
+    if column_dim is None:
+        if first.ndim == 4:
+            raise ValueError("column_dim must be given for caches of four dimensions: 1 for (R, T, Hkv, D), as "
+                             f"tree_attention reads them, 2 for (R, H, T, D), as transformers has them, got "
+                             f"{tuple(first.shape)}")
+        column_dim = 1
     for name, value in (("row_dim", row_dim), ("column_dim", column_dim)):
         if to_integer(value) is None and (value is not None or name == "column_dim"):
             raise ValueError(f"{name} must be an integer{' or None' * (name == 'row_dim')}, got {value!r}")
@@ -99,8 +107,14 @@ def commit_kv(caches: Tensor | Sequence[Tensor], accepted_nodes: Tensor, num_acc
         raise ValueError(f"the rows must be a multiple of B={B}, got {R}")
     if T < 1 or first.shape[column_dim] < 1:
         raise ValueError(f"caches must have a column, got shape {tuple(first.shape)}")
-    return _call(backend, list(caches), accepted_nodes, num_accepted, lengths, start, slots,
-                 -1 if row_dim is None else row_dim, column_dim)
+    new_lengths = _call(backend, list(caches), accepted_nodes, num_accepted, lengths, start, slots,
+                        -1 if row_dim is None else row_dim, column_dim)
+    if checks(new_lengths):
+        check_requests("commit_kv", new_lengths != lengths + 1 + num_accepted,
+                       f"a request is left alone, since its accepted nodes do not rise from 1 on, num_accepted is not "
+                       f"within 0..{P}, or a column is not among the T={T} of the caches (is column_dim={column_dim} "
+                       "theirs?)")
+    return new_lengths
 
 
 def _oracle(caches: list[Tensor], accepted_nodes: Tensor, num_accepted: Tensor, lengths: Tensor, start: Tensor | None,

@@ -74,22 +74,33 @@ def check_status(status: Tensor, op: str | None = None) -> None:
         ...     print(str(error)[:54])
         sample_residual: INVALID_ROW at request 1 (a row holds
     """
-    if isinstance(status, Tensor):
-        check("status", status, torch.int32, **dict(zip("BNM", status.shape)))
-    else:
-        check("status", status, torch.int32, B=0)
+    if not isinstance(status, Tensor):
+        advice = ": pass result.status" * hasattr(status, "status")
+        raise ValueError(f"status must be int32 (B) or (B, N), got {type(status).__name__}{advice}")
+    check("status", status, torch.int32, **dict(zip("BNM", status.shape)))
     bits = status.cpu()
     if not (bits & sum(MEANINGS)).any():
         return
     problems = []
     for bit, (name, meaning) in MEANINGS.items():
-        at = [", ".join(map(str, place)) for place in (bits & bit).nonzero().tolist()]
-        if at:
+        if at := _places(bits & bit):
             if bit == INVALID_ROW:
                 meaning = INVALID_ROWS.get(op, meaning)
-            places = ", ".join(f"({place})" if bits.ndim > 1 else place for place in at[:SHOWN])
-            more = f" and {len(at) - SHOWN} more" if len(at) > SHOWN else ""
-            problems.append(f"{name} at request{'s' * (len(at) > 1)} {places}{more} ({meaning})")
+            problems.append(f"{name} at {at} ({meaning})")
     raise StatusError(f"{op or 'status'}: " + "; ".join(problems))
+
+
+def check_requests(op: str, is_wrong: Tensor, problem: str) -> None:
+    """Raise StatusError if any request is wrong (B,). It reads them: call it where SPECVIS_CHECK=1 asks for that."""
+    if at := _places(is_wrong):
+        raise StatusError(f"{op}: {problem}, at {at}")
+
+
+def _places(flags: Tensor) -> str:
+    """Which requests have one: "requests 0, 2", or ""."""
+    at = [", ".join(map(str, place)) for place in flags.nonzero().tolist()]
+    places = ", ".join(f"({place})" if flags.ndim > 1 else place for place in at[:SHOWN])
+    more = f" and {len(at) - SHOWN} more" if len(at) > SHOWN else ""
+    return f"request{'s' * (len(at) > 1)} {places}{more}" if at else ""
 
 

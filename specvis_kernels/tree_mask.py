@@ -3,7 +3,8 @@ import torch
 from torch import Tensor
 
 from ._checks import check, check_count, check_dims, for_each, integers
-from ._define import define
+from ._define import checks, define
+from .status import check_requests
 
 FORMS = ("bool", "additive", "packed", "packed_rows")
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -17,7 +18,8 @@ def tree_mask(ancestors: Tensor, lengths: Tensor | None = None, *, start: Tensor
     The keys of request b are its lengths[b] cached tokens and, from column start[b] on, its N nodes. Column c is
     visible to node n iff c < lengths[b], or node c - start[b] is n or an ancestor of n. An unused slot, one without a
     bit, sees only itself, so that no row is empty. Columns between the cached tokens and the nodes are visible to no
-    node, and neither are those from start[b] + N on.
+    node, and neither are those from start[b] + N on. Nodes without a column of their own are cut off; with
+    SPECVIS_CHECK=1 in the environment they are an error (StatusError).
 
     Args:
         ancestors:  (B, N, W) or (1, N, W) int64   W = ceil(N / 64) words of bits, from `tree_links`
@@ -66,7 +68,12 @@ def tree_mask(ancestors: Tensor, lengths: Tensor | None = None, *, start: Tensor
     dtype = FLOATS.get(dtype, dtype)  # a name
     if dtype not in FLOATS.values():
         raise ValueError(f"dtype must be one of {', '.join(FLOATS)}, got {dtype!r}")
-    return _call(backend, for_each(ancestors, B), lengths, start, form, columns, dtype)
+    mask = _call(backend, for_each(ancestors, B), lengths, start, form, columns, dtype)
+    first = lengths if start is None else start
+    if first is not None and checks(mask):
+        check_requests("tree_mask", (first < 0) | (first > columns - N),
+                       f"columns={columns} do not hold its cached tokens and N={N} nodes")
+    return mask
 
 
 def _oracle(ancestors: Tensor, lengths: Tensor | None, start: Tensor | None, form: str, columns: int,

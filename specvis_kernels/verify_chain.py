@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ._candidate import Candidate, residual_mass
 from ._checks import INTEGERS, check, check_count, check_dims, integers, setting
-from ._define import define
+from ._define import checks, define
 from ._numbers import FIXED_ONE, draw, log, to_fixed_point
-from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_TREE
+from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_TREE, StatusError
 from .verify_tree import Rule, check_rule, verify_nodes
 
 RULES = ("strict", "block", "fly")
@@ -41,6 +41,8 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
     them. The rows of all requests follow each other. With `bonus_tokens` the last row of each is left out: the token
     that follows if all drafts are accepted has been drawn from it already. Drafts from cu_num_draft_tokens[B - 1] on,
     and rows and uniforms after the last request's, belong to no request: buffers may be larger than their content.
+    With SPECVIS_CHECK=1 in the environment these are an error (StatusError): it is the sign of counts that were not
+    summed up.
 
     (vLLM's rejection sampler takes drafts in this form; Leviathan et al., arXiv:2211.17192.)
 
@@ -117,6 +119,10 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
     T, V = check_dims("target_probs", target_probs, "TV", not_empty="V")
     D, = check_dims("draft_tokens", draft_tokens, "D")
     B, = check_dims("cu_num_draft_tokens", cu_num_draft_tokens, "B")
+    num_bonus = bonus_tokens.numel() if isinstance(bonus_tokens, Tensor) else B
+    if 1 < B == (T - D if bonus_tokens is None else num_bonus) + 1:
+        raise ValueError(f"cu_num_draft_tokens must be (B,), one number for each request, got {B} numbers where the "
+                         f"other arguments are of {B - 1} requests: did you pass a leading 0?")
     check("target_probs", target_probs, torch.float32, T=D + B if bonus_tokens is None else D, V=V)
     check("draft_tokens", draft_tokens, INTEGERS, like=target_probs, D=D)
     check("cu_num_draft_tokens", cu_num_draft_tokens, INTEGERS, like=target_probs, B=B)
@@ -146,9 +152,13 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
         raise ValueError(f"window and entropy must be None for rule {rule!r}, got {window!r} and {entropy!r}")
     if rule == "block" and draft_probs is None:
         rule = "strict"
-    return _call(backend, target_probs, draft_tokens, cu_num_draft_tokens, uniforms, bonus_tokens, draft_probs,
-                 neighbors, delta, omega, greedy, cutoff, offset, residual, empty, rule, window or 0,
-                 float(entropy or 0))
+    result = _call(backend, target_probs, draft_tokens, cu_num_draft_tokens, uniforms, bonus_tokens, draft_probs,
+                   neighbors, delta, omega, greedy, cutoff, offset, residual, empty, rule, window or 0,
+                   float(entropy or 0))
+    if B and checks(result.status) and (end := cu_num_draft_tokens[-1].item()) != D:
+        raise StatusError("verify_chain: cu_num_draft_tokens must end with the number of drafts, "
+                          f"D={D}, got {end}: are the counts summed up?")
+    return result
 
 
 def _drafts_of_requests(cu_num_draft_tokens: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor]:

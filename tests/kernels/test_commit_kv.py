@@ -165,6 +165,7 @@ def test_a_compiled_step_moves_though_nothing_uses_the_lengths():
     (dict(column_dim=2), "must be dimensions of .* the row's first, got 0 and 2"),
     (dict(row_dim=0.0), "row_dim must be an integer or None, got 0.0"),
     (dict(column_dim="1"), "column_dim must be an integer, got '1'"),
+    (dict(caches=torch.zeros(4, 9, 2, 3)), r"column_dim must be given for .* 2 for \(R, H, T, D\), as transf"),
 ])
 def test_says_which_argument_is_wrong(changes, message):
     base = dict(caches=torch.zeros(4, 9), accepted_nodes=torch.ones(2, 3).int(), num_accepted=torch.ones(2).int(),

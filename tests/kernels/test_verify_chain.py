@@ -238,6 +238,7 @@ def assert_same(got, expected, seed):
 
 @pytest.mark.parametrize("name, value, message", [
     ("target_probs", torch.zeros(5, 0), r"target_probs must have V >= 1, got shape \(5, 0\)"),
+    ("cu_num_draft_tokens", torch.tensor([0, 1, 3]), "cu_num_draft_tokens must be .* got 3 .* 2 req.* a leading 0"),
     ("bonus_tokens", torch.zeros(2), r"target_probs must be float32 \(T=3, V=8\), got float32 \(5, 8\)"),
     ("omega", "1", r"omega must be float32 \(B=2\) or a number, got '1'"),
     ("delta", 0.5, "neighbors and delta must be given together"),

@@ -2,6 +2,7 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,9 +19,12 @@ from specvis_kernels import (
     StatusError,
     _define,
     check_status,
+    commit_kv,
     guided_probs,
     sample_residual,
+    tree_mask,
     tree_paths,
+    verify_chain,
     verify_tree,
 )
 from specvis_kernels.status import MEANINGS
@@ -76,6 +80,8 @@ def test_the_usual_mistakes():
 def test_says_what_status_must_be(status):
     with pytest.raises(ValueError, match="status must be int32"):
         check_status(status)
+    with pytest.raises(ValueError, match="got SampleResidualResult: pass result.status"):
+        check_status(sample(torch.ones(2, 3, device=DEVICE)))
 
 
 def sample(rows):
@@ -92,6 +98,22 @@ def test_every_op_can_check_itself(checks):
     tree_paths(torch.tensor([[-1, 5]], device=DEVICE))  # has no status
     with pytest.raises(StatusError, match="sample_residual: INVALID_ROW at requests 0, 1"):
         sample(torch.full((2, 3), -1.0, device=DEVICE))
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_what_else_is_checked(monkeypatch, is_checked):
+    """A cache that is too short, counts that were not summed up, and a mask without columns for the nodes."""
+    monkeypatch.setattr(_define, "CHECKS", is_checked)
+    integers = [torch.tensor(a, device=DEVICE) for a in ([[2], [2]], [1, 1], [0, 2], [[1, 3], [1, 3]], [2, 3])]
+    nodes, counts, lengths, ancestors, cached = integers
+    rows, uniforms, cache = (torch.full(shape, 0.5, device=DEVICE) for shape in ((6, 2), (6,), (2, 4)))
+    tokens = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    for call, message in (
+            (lambda: commit_kv(cache, nodes, counts, lengths), "commit_kv: .* T=4 .* request 1"),
+            (lambda: verify_chain(rows, tokens, 2 * counts, uniforms), "verify_chain: .* D=4, got 2: are the c"),
+            (lambda: tree_mask(ancestors[:, :, None], cached, columns=4), "tree_mask: columns=4 .* N=2 .* request 1")):
+        with pytest.raises(StatusError, match=message) if is_checked else nullcontext():
+            call()
 
 
 def test_nothing_is_checked_where_there_are_no_values(checks):

@@ -265,8 +265,8 @@ def commit_kv(B, N, P, options=None):
               for _ in range(1 if layout == "layers" else count)]
     if layout == "paged":
         kwargs |= {"slots": torch.randperm(R * T + 5, generator=g)[:R * T].view(R, T).to(DEVICE), "row_dim": None}
-    if layout in ("layers", "heads"):
-        kwargs |= {"row_dim": 1 if layout == "layers" else 0, "column_dim": 2}
+    if layout != "paged":
+        kwargs |= {"row_dim": 1 if layout == "layers" else 0, "column_dim": 1 if layout == "rows" else 2}
     args = (accepted_nodes.to(DEVICE, torch.int32), num_accepted.to(DEVICE, torch.int32), lengths.to(DEVICE))
     return (caches[0] if layout == "layers" else caches, *args), kwargs
 
