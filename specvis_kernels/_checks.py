@@ -1,6 +1,7 @@
 """Checks of arguments: each op's public function calls them, and they say what is wrong with which argument."""
 import math
 import operator
+from collections.abc import Iterable
 from numbers import Integral, Rational, Real
 from string import ascii_lowercase
 
@@ -11,6 +12,7 @@ MOST_IDS = 2**19   # limit of V, and of ids that are summed for a token: rows of
 MOST = 2**31 - 1   # limit of other sizes and counts: nodes, columns and lengths are int32 somewhere
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32)  # tokens, links, lengths, positions and counts may have either dtype
+Seeds = Tensor | Iterable[int] | int  # see check_seeds
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -68,6 +70,23 @@ def integers(name: str, tensor: Tensor, dtype: torch.dtype, like: Tensor | None 
     if tensor.dtype != dtype:
         tensor = tensor.long() if dtype == torch.int64 else tensor.clamp(-MOST - 1, MOST).int()
     return for_each(tensor, sizes["B"]) if may_be_one else tensor
+
+
+def check_seeds(seeds: Seeds, like: Tensor | None = None, B: int | None = None) -> Tensor:
+    """Seeds (B,) as int64: a tensor, or B integers; of one request also an integer. It does not serve several: equal
+    seeds draw equal noise.
+
+    Raises:
+        ValueError: another dtype, shape or device, or no integers of 64 bits
+    """
+    if not isinstance(seeds, Tensor):
+        numbers = [to_integer(seed) for seed in (seeds if isinstance(seeds, Iterable) else [seeds])]
+        B = len(numbers) if B is None else B
+        if len(numbers) != B or not all(seed is not None and -2**63 <= seed < 2**63 for seed in numbers):
+            raise ValueError(f"seeds must be int64 or int32 (B={B}), or integers of 64 bits, one for each of the B={B} "
+                             f"requests, got {seeds!r}")
+        seeds = torch.tensor(numbers, dtype=torch.int64, device="cpu" if like is None else like.device)
+    return integers("seeds", seeds, torch.int64, like, B=check_dims("seeds", seeds, "B")[0] if B is None else B)
 
 
 def for_each(tensor: Tensor, B: int) -> Tensor:

@@ -36,11 +36,12 @@ def check_logits(logits: Tensor, uncond: Tensor | None, nodes: str = "N",
     return B, N, V
 
 
-def check_settings(guidance: Tensor | float | None, temperature: Tensor | float, top_k: Tensor | int,
-                   top_p: Tensor | float, like: Tensor, uncond: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def check_settings(guidance: Tensor | float | None, temperature: Tensor | float, top_k: Tensor | int | None,
+                   top_p: Tensor | float | None, like: Tensor,
+                   uncond: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Raise ValueError unless each is a tensor (B,) or one number for all requests; returns the tensors.
 
-    Without `uncond` no kernel looks at the guidance: it may be None, and a number must be 1.
+    Without `uncond` no kernel looks at the guidance: it may be None, and a number must be 1. Filters of None are off.
     """
     B = like.shape[0]
     if uncond is None:
@@ -50,8 +51,8 @@ def check_settings(guidance: Tensor | float | None, temperature: Tensor | float,
         guidance = 1.0 if guidance is None else guidance
     return (setting("guidance", guidance, torch.float32, like, B=B),
             setting("temperature", temperature, torch.float32, like, at_least=0, B=B),
-            setting("top_k", top_k, torch.int32, like, B=B),
-            setting("top_p", top_p, torch.float32, like, at_least=0, at_most=1, B=B))
+            setting("top_k", 0 if top_k is None else top_k, torch.int32, like, B=B),
+            setting("top_p", 1.0 if top_p is None else top_p, torch.float32, like, at_least=0, at_most=1, B=B))
 
 
 def check_filters(id_range: Tensor | tuple[int, int] | None, filters: str, like: Tensor,

@@ -4,6 +4,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._checks import Seeds
 from ._define import define
 from ._filters import check_filters, check_logits, check_settings
 from .draw_children import _oracle as draw_children
@@ -20,8 +21,8 @@ class DraftChildrenResult(NamedTuple):
 
 
 def draft_children(logits: Tensor, uncond: Tensor | None, uniforms: Tensor | None, guidance: Tensor | float | None,
-                   temperature: Tensor | float, top_k: Tensor | int, top_p: Tensor | float, *,
-                   seeds: Tensor | None = None, positions: Tensor | None = None, num_children: int | None = None,
+                   temperature: Tensor | float, top_k: Tensor | int | None, top_p: Tensor | float | None, *,
+                   seeds: Seeds | None = None, positions: Tensor | None = None, num_children: int | None = None,
                    id_range: Tensor | tuple[int, int] | None = None, filters: str = "k_then_p",
                    backend: str | None = None) -> DraftChildrenResult:
     """Draw the children of a static tree's nodes from the draft model's logits.
@@ -45,7 +46,7 @@ def draft_children(logits: Tensor, uncond: Tensor | None, uniforms: Tensor | Non
         temperature:   (B,) float32 or a number
         top_k:         (B,) int32 or int64, or a number
         top_p:         (B,) float32 or a number
-        seeds:         (B,) int32 or int64     one for each request; None: draw with `uniforms`
+        seeds:         (B,) int32 or int64, or integers   one for each request; None: draw with `uniforms`
         positions:     (B, F) int32 or int64   of the token that follows each node; the low 32 bits count. Only with
                                                seeds
         num_children:  K, how many children to draw for each node. Only with seeds

@@ -26,9 +26,9 @@ class DraftFrontierResult(NamedTuple):
 
 def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancestors: Tensor, candidates: Tensor,
                    width: Tensor, depth: Tensor, guidance: Tensor | float | None, temperature: Tensor | float,
-                   top_k: Tensor | int, top_p: Tensor | float, *, num_children: int, level: int, first_node: int,
-                   first_candidate: int, id_range: Tensor | tuple[int, int] | None = None, filters: str = "k_then_p",
-                   backend: str | None = None) -> DraftFrontierResult:
+                   top_k: Tensor | int | None, top_p: Tensor | float | None, *, num_children: int, level: int,
+                   first_node: int, first_candidate: int, id_range: Tensor | tuple[int, int] | None = None,
+                   filters: str = "k_then_p", backend: str | None = None) -> DraftFrontierResult:
     """Draft a level of a dynamic tree: the children of F nodes, and the K nodes that the draft model reads next.
 
     This is `guided_probs` and then `expand_tree`, bit for bit, but no row of probabilities is written. It also returns

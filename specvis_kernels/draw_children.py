@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import check, check_count, check_dims, integers
+from ._checks import Seeds, check, check_count, check_dims, check_seeds, integers
 from ._define import define
 from ._numbers import draw, log, to_fixed_point
 from .noise import gumbel_noise
@@ -18,7 +18,7 @@ class DrawChildrenResult(NamedTuple):
     status: Tensor        # (B, F)    int32
 
 
-def draw_children(draft_probs: Tensor, uniforms: Tensor | None = None, *, seeds: Tensor | None = None,
+def draw_children(draft_probs: Tensor, uniforms: Tensor | None = None, *, seeds: Seeds | None = None,
                   positions: Tensor | None = None, num_children: int | None = None,
                   backend: str | None = None) -> DrawChildrenResult:
     """Draw K different tokens for each node, one after the other, without replacement.
@@ -51,7 +51,7 @@ def draw_children(draft_probs: Tensor, uniforms: Tensor | None = None, *, seeds:
     Args:
         draft_probs:   (B, F, V) float32   the draft's probabilities after each of F nodes
         uniforms:      (B, F, K) float32   in [0, 1), one for each child; None: draw with the noise of `seeds`
-        seeds:         (B,) int32 or int64     one for each request; None: draw with `uniforms`
+        seeds:         (B,) int32 or int64, or integers   one for each request; None: draw with `uniforms`
         positions:     (B, F) int32 or int64   of the token that follows each node; the low 32 bits count. Only with
                                                seeds
         num_children:  K, how many children to draw for each node. Only with seeds
@@ -83,7 +83,7 @@ def draw_children(draft_probs: Tensor, uniforms: Tensor | None = None, *, seeds:
     return _call(backend, draft_probs, *check_draws(uniforms, seeds, positions, num_children, draft_probs))
 
 
-def check_draws(uniforms: Tensor | None, seeds: Tensor | None, positions: Tensor | None, num_children: int | None,
+def check_draws(uniforms: Tensor | None, seeds: Seeds | None, positions: Tensor | None, num_children: int | None,
                 like: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
     """Raise ValueError unless these say how to draw from rows `like` (B, F, V); returns them, and K."""
     B, F, _ = like.shape
@@ -97,7 +97,7 @@ def check_draws(uniforms: Tensor | None, seeds: Tensor | None, positions: Tensor
         K = check_dims("uniforms", uniforms, "BFK", not_empty="K")[2]
         check("uniforms", uniforms, torch.float32, like=like, B=B, F=F, K=K)
         return uniforms, None, None, K
-    seeds = integers("seeds", seeds, torch.int64, like, B=B)
+    seeds = check_seeds(seeds, like, B)
     positions = integers("positions", positions, torch.int64, like, B=B, F=F)
     return None, seeds, positions, check_count("num_children", num_children, 1)
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import check_count, integers
+from ._checks import Seeds, check_count, check_seeds, integers
 from ._define import define
 from ._filters import check_filters, check_logits, check_settings, filter_logits, range_of_nodes
 from .noise import gumbel_noise
@@ -20,7 +20,7 @@ class DrawTokensResult(NamedTuple):
 
 
 def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float | None, temperature: Tensor | float,
-                top_k: Tensor | int, top_p: Tensor | float, seeds: Tensor, positions: Tensor, *,
+                top_k: Tensor | int | None, top_p: Tensor | float | None, seeds: Seeds, positions: Tensor, *,
                 id_range: Tensor | tuple[int, int] | None = None, filters: str = "k_then_p",
                 guesses: Tensor | None = None, ahead: int = 0, backend: str | None = None) -> DrawTokensResult:
     """Draw one token from each row of logits. The seed and the position decide the noise, and nothing else does.
@@ -51,9 +51,9 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
         uncond:       (B, N, V) the same dtype                 without the condition; None: no guidance
         guidance:     (B,) float32 or a number   s, the guidance scale; None, or the number 1, without `uncond`
         temperature:  (B,) float32 or a number   >= 0
-        top_k:        (B,) int32 or int64, or a number   off if <= 0 or at least the number of ids
-        top_p:        (B,) float32 or a number in [0, 1]   off if <= 0 or >= 1
-        seeds:        (B,) int32 or int64     one for each request
+        top_k:        (B,) int32 or int64, or a number   off if <= 0 or at least the number of ids; None: off
+        top_p:        (B,) float32 or a number in [0, 1]   off if <= 0 or >= 1; None: off
+        seeds:        (B,) int32 or int64, or integers   one for each request
         positions:    (B, N) int32 or int64   of the token that each row predicts; the low 32 bits count
         id_range:     two integers first, last: the ids [first, last) that every row may draw; or (B, N, 2) int32
                       or int64, the ids of each row. None: all ids
@@ -86,7 +86,7 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
     """
     B, N, V = check_logits(logits, uncond)
     settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
-    seeds = integers("seeds", seeds, torch.int64, logits, B=B)
+    seeds = check_seeds(seeds, logits, B)
     positions = integers("positions", positions, torch.int64, logits, B=B, N=N)
     ids = check_filters(id_range, filters, like=logits)
     if guesses is not None:

@@ -17,8 +17,9 @@ class GuidedProbsResult(NamedTuple):
 
 
 def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float | None, temperature: Tensor | float,
-                 top_k: Tensor | int, top_p: Tensor | float, *, id_range: Tensor | tuple[int, int] | None = None,
-                 filters: str = "k_then_p", backend: str | None = None) -> GuidedProbsResult:
+                 top_k: Tensor | int | None, top_p: Tensor | float | None, *,
+                 id_range: Tensor | tuple[int, int] | None = None, filters: str = "k_then_p",
+                 backend: str | None = None) -> GuidedProbsResult:
     """Compute the distribution of the next token: classifier-free guidance, temperature, top-k, top-p, softmax.
 
     Everything is computed in float32, whatever the dtype of the logits, in this order:
@@ -47,8 +48,8 @@ def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float
         uncond:       (B, N, V) the same dtype                 without the condition; None: no guidance
         guidance:     (B,) float32 or a number   s, the guidance scale; None, or the number 1, without `uncond`
         temperature:  (B,) float32 or a number   >= 0
-        top_k:        (B,) int32 or int64, or a number   off if <= 0 or at least the number of ids
-        top_p:        (B,) float32 or a number in [0, 1]   off if <= 0 or >= 1
+        top_k:        (B,) int32 or int64, or a number   off if <= 0 or at least the number of ids; None: off
+        top_p:        (B,) float32 or a number in [0, 1]   off if <= 0 or >= 1; None: off
         id_range:     two integers first, last: the ids [first, last) of every row, such as the image tokens of a mixed
                       vocabulary; or (B, N, 2) int32 or int64, a range for each row: [x, x + 1) forces token x. None:
                       all ids

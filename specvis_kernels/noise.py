@@ -5,21 +5,21 @@ These are plain torch. The kernels make equal words inside, by csrc/shared/noise
 import torch
 from torch import Tensor
 
-from ._checks import check_count, check_dims, integers
+from ._checks import Seeds, check_count, check_dims, check_seeds, integers
 from ._numbers import log, log1p_of_negative
 
 WORD = 0xFFFFFFFF
 GUMBEL_STREAM = 9  # of the draws of tokens; the program's other streams are lower
 
 
-def philox_words(seeds: Tensor, positions: Tensor, n: int, stream: int, turn: int = 0) -> Tensor:
+def philox_words(seeds: Seeds, positions: Tensor, n: int, stream: int, turn: int = 0) -> Tensor:
     """Words of 32 bits that depend on these arguments alone.
 
     Word i of a position is word i % 4 of the block with the counter (i // 4, position, stream, turn) under the key
     (low, high half of the seed).
 
     Args:
-        seeds:     (B,) int32 or int64     one per request; equal seeds give equal words in any batch
+        seeds:     (B,) int32 or int64, or integers   one per request; equal seeds give equal words in any batch
         positions: (B, L) int32 or int64   the low 32 bits count
         n:         how many words for each position; the first of them do not depend on how many there are
         stream:    what the words are for, at least 0
@@ -53,14 +53,14 @@ def philox_words(seeds: Tensor, positions: Tensor, n: int, stream: int, turn: in
     return torch.stack(counter, -1).flatten(2)[..., :n]
 
 
-def philox_uniforms(seeds: Tensor, positions: Tensor | int, n: int, *, stream: int, turn: int = 0) -> Tensor:
+def philox_uniforms(seeds: Seeds, positions: Tensor | int, n: int, *, stream: int, turn: int = 0) -> Tensor:
     """Uniforms in [0, 1) that a request's seed decides, whatever the batch. Ops take them as `uniforms`.
 
     A uniform is the upper 24 bits of a word of `philox_words`, as a fraction. The draws of `draw_tokens` and of other
     ops that take seeds have the stream 9; use another one here.
 
     Args:
-        seeds:     (B,) int32 or int64     one per request; equal seeds give equal numbers in any batch
+        seeds:     (B,) int32 or int64, or integers   one per request; equal seeds give equal numbers in any batch
         positions: (B, L) int32 or int64   the low 32 bits count; or a number L: 0 to L - 1 in every request
         n:         how many for each position; the first of them do not depend on how many there are
         stream:    what the numbers are for, at least 0
@@ -82,12 +82,12 @@ def philox_uniforms(seeds: Tensor, positions: Tensor | int, n: int, *, stream: i
     """
     if not isinstance(positions, Tensor):
         length = check_count("positions", positions, 0)
-        seeds = integers("seeds", seeds, torch.int64, B=check_dims("seeds", seeds, "B")[0])
+        seeds = check_seeds(seeds)
         positions = torch.arange(length, device=seeds.device).expand(len(seeds), length)
     return (philox_words(seeds, positions, n, stream, turn) >> 8).float() * 2.0 ** -24
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
+def gumbel_noise(seeds: Seeds, positions: Tensor, n: int) -> Tensor:
     """The Gumbel noise of the ids 0 to n - 1, with which `draw_tokens` and `draw_children` draw.
 
     v = (floor(word / 2) + 1/2) 2**-31 is uniform in (0, 1), and -log(-log(1 - v)) is standard Gumbel. Small v give the
@@ -96,7 +96,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
     (The Gumbel-max trick: Maddison, Tarlow and Minka, arXiv:1411.0030.)
 
     Args:
-        seeds:     (B,) int32 or int64     one per request
+        seeds:     (B,) int32 or int64, or integers   one per request
         positions: (B, L) int32 or int64   in the image
         n:         how many ids
 
@@ -116,11 +116,11 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
     return to_gumbel(philox_words(seeds, positions, n, GUMBEL_STREAM))
 
 
-def check_noise(seeds: Tensor, positions: Tensor, n: int) -> tuple[Tensor, Tensor, int]:
+def check_noise(seeds: Seeds, positions: Tensor, n: int) -> tuple[Tensor, Tensor, int]:
     """Raise ValueError unless these are the arguments of `philox_words`; returns them."""
     B, L = check_dims("positions", positions, "BL")
-    return (integers("seeds", seeds, torch.int64, positions, B=B),
-            integers("positions", positions, torch.int64, B=B, L=L), check_count("n", n, 0))
+    return (check_seeds(seeds, positions, B), integers("positions", positions, torch.int64, B=B, L=L),
+            check_count("n", n, 0))
 
 
 def to_gumbel(words: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ class TokenLogProbsResult(NamedTuple):
 
 
 def token_log_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float | None,
-                    temperature: Tensor | float, top_k: Tensor | int, top_p: Tensor | float, tokens: Tensor, *,
-                    rows: Tensor | None = None, id_range: Tensor | tuple[int, int] | None = None,
+                    temperature: Tensor | float, top_k: Tensor | int | None, top_p: Tensor | float | None,
+                    tokens: Tensor, *, rows: Tensor | None = None, id_range: Tensor | tuple[int, int] | None = None,
                     filters: str = "k_then_p", backend: str | None = None) -> TokenLogProbsResult:
     """Compute the log-probabilities of given tokens: in the distribution they are sampled from, and without filters.
 
@@ -41,8 +41,8 @@ def token_log_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | fl
         uncond:       (B, N, V) the same dtype                 without the condition; None: no guidance
         guidance:     (B,) float32 or a number   s, the guidance scale; None, or the number 1, without `uncond`
         temperature:  (B,) float32 or a number   >= 0
-        top_k:        (B,) int32 or int64, or a number   off if <= 0 or at least the number of ids
-        top_p:        (B,) float32 or a number in [0, 1]   off if <= 0 or >= 1
+        top_k:        (B,) int32 or int64, or a number   off if <= 0 or at least the number of ids; None: off
+        top_p:        (B,) float32 or a number in [0, 1]   off if <= 0 or >= 1; None: off
         tokens:       (B, K) int32 or int64   a token outside the row's range of ids has log-probability -inf
         rows:         (B, K) int32 or int64   which of the N rows predicts each token; negative: there is no token.
                                               None: row k predicts token k, and K is N

@@ -2,7 +2,7 @@
 import torch
 from torch import Tensor
 
-from ._checks import check, check_together, check_tree, integers
+from ._checks import Seeds, check, check_seeds, check_together, check_tree, integers
 from ._define import define
 from ._filters import check_filters, check_logits, check_settings, range_of_nodes
 from .draw_tokens import _oracle as draw_tokens_oracle
@@ -14,12 +14,12 @@ from .verify_tree import Rule, VerifyResult, check_rule, verify_rows
 
 def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_child: Tensor, next_sibling: Tensor,
                   uniforms: Tensor | None, guidance: Tensor | float | None, temperature: Tensor | float,
-                  top_k: Tensor | int, top_p: Tensor | float, *, max_depth: int | None = None,
+                  top_k: Tensor | int | None, top_p: Tensor | float | None, *, max_depth: int | None = None,
                   id_range: Tensor | tuple[int, int] | None = None, filters: str = "k_then_p",
                   draft_probs: Tensor | None = None, draft_row: Tensor | None = None, neighbors: Tensor | None = None,
                   delta: Tensor | float | None = None, cutoff: str = "tvd", offset: int = 0,
                   omega: Tensor | float | None = None, residual: str = "optimal", empty: str = "target",
-                  seeds: Tensor | None = None, positions: Tensor | None = None,
+                  seeds: Seeds | None = None, positions: Tensor | None = None,
                   backend: str | None = None) -> VerifyResult:
     """Accept drafted tokens along one path of each request's tree, straight from the logits of the tree's nodes.
 
@@ -49,8 +49,8 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
                                                 with `seeds`
         guidance:      (B,) float32 or a number   s, the guidance scale; None, or the number 1, without `uncond`
         temperature:   (B,) float32 or a number   >= 0; requests of temperature 0 are greedy
-        top_k:         (B,) int32 or int64, or a number   off if <= 0 or at least the number of ids
-        top_p:         (B,) float32 or a number in [0, 1]   off if <= 0 or >= 1
+        top_k:         (B,) int32 or int64, or a number   off if <= 0 or at least the number of ids; None: off
+        top_p:         (B,) float32 or a number in [0, 1]   off if <= 0 or >= 1; None: off
         max_depth:     P, the most nodes that can be accepted; None: N - 1
         id_range:      two integers first, last: the ids [first, last) of every row; or (B, N, 2) int32 or int64, the
                        ids of each row: [x, x + 1) forces token x. None: all ids
@@ -66,7 +66,7 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
         residual:      "optimal", "relaxed" or "released"
         empty:         "target" or "uniform": what takes the place of an empty residual. "uniform" is over the whole
                        vocabulary, whatever the filters and ranges leave
-        seeds:         (B,) int32 or int64      verification by equality: one for each request. Then uniforms,
+        seeds:         (B,) int32 or int64, or integers   verification by equality: one for each request. Then uniforms,
                                                 draft_probs, neighbors, delta and omega are None
         positions:     (B, N) int32 or int64    of the token that each row predicts; the low 32 bits count. With seeds
         backend:       None for the device's own kernel; a name from `backends()` to force one
@@ -115,7 +115,7 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
             if value is not None:
                 raise ValueError(f"{name} must be None with seeds: by seeds a token is accepted if it equals the "
                                  f"target's own draw, and {name} plays no part in that")
-        seeds = integers("seeds", seeds, torch.int64, logits, B=B)
+        seeds = check_seeds(seeds, logits, B)
         positions = integers("positions", positions, torch.int64, logits, B=B, N=N)
     return _call(backend, logits, uncond, *tree, uniforms, *settings, ids[0], draft_probs, draft_row, neighbors, delta,
                  omega, seeds, positions, *ids[1:], filters, cutoff, offset, residual, empty, max_depth)

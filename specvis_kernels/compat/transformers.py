@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import check_status, draw_children, draw_tokens, guided_probs, tree_from_choices, tree_links, verify_logits
-from .._checks import check, check_count
+from .._checks import check, check_count, check_seeds
 from ._hosts import unwrapped
 from ._transformers import Asked, Output, Target, described
 
@@ -34,7 +34,7 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
                   draft: Callable[[Tensor, Tensor], Tensor], choices: Sequence[Sequence[int]],
                   guidance: float | Tensor | None = None, unconditional_ids: Tensor | None = None,
                   unconditional_mask: Tensor | None = None, id_range: tuple[int, int] | Tensor | None = None,
-                  seeds: Sequence[int] | Tensor | None = None, verify: dict | None = None, token_streamer=None,
+                  seeds: Sequence[int] | Tensor | int | None = None, verify: dict | None = None, token_streamer=None,
                   stats: dict | None = None, log_probs: bool = False, **model_kwargs):
     """Decode with a static draft tree: to be passed to `model.generate` as `custom_generate`.
 
@@ -65,7 +65,7 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
         unconditional_mask:  (R, S') bool or int64, where they are real; None: everywhere
         id_range:      two integers first, last: the ids [first, last) that can be drawn; or (L, 2) or (B, L, 2) int64,
                        the ids of each new token ([x, x + 1) forces token x); the last row goes on. None: all ids
-        seeds:         (B,) integers; None: torch's random numbers
+        seeds:         (B,) integers, one for each prompt; None: torch's random numbers
         verify:        options of `verify_logits` for relaxed acceptance: neighbors, delta, cutoff, offset, omega,
                        residual. Without seeds
         token_streamer:  a streamer of transformers, for a batch of one; it gets the prompt first. (Leave `streamer`
@@ -104,7 +104,7 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
         raise ValueError(f"draft must be a function of sequences and a mask, got {draft!r}")
     tree = StaticTree(choices, input_ids, renumber=asked.do_sample and seeds is None)
     B, N = len(input_ids), tree.num_nodes
-    seeds = None if seeds is None else seeds_of(seeds, input_ids)
+    seeds = None if seeds is None else _seeds_of(seeds, input_ids)
     target = Target(model, input_ids, unconditional_ids, unconditional_mask, asked, N)
     output = Output(input_ids, asked)
     ancestors, depth, first_child, next_sibling = (t.expand(B, *t.shape[1:]) for t in tree.links)
@@ -163,7 +163,7 @@ def jacobi_generate(model, input_ids: Tensor, logits_processor: Sequence | None 
                     stopping_criteria: Sequence | None = None, generation_config=None, *, window: int = 16,
                     grid: int | None = None, guidance: float | Tensor | None = None,
                     unconditional_ids: Tensor | None = None, unconditional_mask: Tensor | None = None,
-                    id_range: tuple[int, int] | Tensor | None = None, seeds: Sequence[int] | Tensor | None = None,
+                    id_range: tuple[int, int] | Tensor | None = None, seeds: Sequence[int] | Tensor | int | None = None,
                     token_streamer=None, stats: dict | None = None, log_probs: bool = False, **model_kwargs):
     """Decode by Jacobi iteration, without a draft model: to be passed to `model.generate` as `custom_generate`.
 
@@ -179,7 +179,7 @@ def jacobi_generate(model, input_ids: Tensor, logits_processor: Sequence | None 
         window:   how many guesses a forward reads, >= 0
         grid:     how many tokens a row of the image has: a position's first guess is then drawn from the row of the
                   position above it. At least window. None: from the newest row
-        seeds:    (B,) integers, the requests' noise; None: drawn by torch's random numbers
+        seeds:    (B,) integers, the noise of each prompt; None: drawn by torch's random numbers
 
     Returns:
         as `generate` does: (B, S + the longest) int64, or with return_dict_in_generate an output with `sequences`
@@ -208,7 +208,7 @@ def jacobi_generate(model, input_ids: Tensor, logits_processor: Sequence | None 
         if window > grid:
             raise ValueError(f"window must be at most grid={grid}, the tokens of a row, got {window}")
     B, L, device = len(input_ids), asked.max_tokens, input_ids.device
-    seeds = torch.randint(2 ** 62, (B,), device=device) if seeds is None else seeds_of(seeds, input_ids)
+    seeds = torch.randint(2 ** 62, (B,), device=device) if seeds is None else _seeds_of(seeds, input_ids)
     most = 1 + min(window, L - 1)  # nodes of a forward
     target = Target(model, input_ids, unconditional_ids, unconditional_mask, asked, most)
     output = Output(input_ids, asked)
@@ -348,7 +348,5 @@ class StaticTree:
             self.levels.append(_Level(depth, from_root, children, like.device))
 
 
-def seeds_of(seeds, input_ids: Tensor) -> Tensor:
-    seeds = torch.as_tensor(seeds, dtype=torch.int64, device=input_ids.device)
-    check("seeds", seeds, torch.int64, like=input_ids, B=len(input_ids))
-    return seeds
+def _seeds_of(seeds, input_ids: Tensor) -> Tensor:
+    return check_seeds(seeds.to(input_ids.device) if isinstance(seeds, Tensor) else seeds, input_ids, len(input_ids))

@@ -22,7 +22,6 @@ def test_guidance_pairs_a_request_with_nothing(tiny):
     ({"top_p": 0.0}, r"top_p must be within \(0, 1\], got 0.0"),
     ({"top_p": 1.5}, r"top_p must be within \(0, 1\], got 1.5"),
     ({"seeds": None}, "seeds must be a list of whole numbers, one for each image, got None"),
-    ({"seeds": 3}, "seeds must be a list of whole numbers, one for each image, got 3"),
     ({"seeds": [1, 0.5]}, r"seeds must be a list of whole numbers, one for each image, got \[1, 0.5\]"),
     ({"seeds": [1, 2**63]}, r"seeds must be within \[-2\*\*63, 2\*\*63\), got 9223372036854775808"),
     ({"guidance": math.inf}, "guidance must be a finite number in 32 bits, got inf"),
@@ -36,6 +35,8 @@ def test_settings_for_each_request(tiny):
     both = Sampling.of([1, 2], guidance=[1.0, 2.0], temperature=[0, 1], top_k=(3, 0), top_p=[1.0, 0.5])
     assert both.guidance.tolist() == [1, 2] and both.greedy.tolist() == [True, False]
     assert both.top_k.tolist() == [3, 0] and both.top_p.tolist() == [1, 0.5]
+    one = Sampling.of(7, top_k=None, top_p=None)
+    assert (one.seeds.tolist(), one.top_k.tolist(), one.top_p.tolist()) == ([7], [0], [1.0])
     with pytest.raises(ValueError, match="guidance must be one number or 2, one for each seed, got 3"):
         Sampling.of([1, 2], guidance=[1, 2, 3])
     with pytest.raises(ValueError, match=r"top_p must be within \(0, 1\], got 2"):

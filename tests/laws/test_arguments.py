@@ -20,7 +20,9 @@ from specvis_kernels import (
     backends,
     commit_kv,
     couple_tokens,
+    draw_tokens,
     guided_probs,
+    philox_uniforms,
     philox_words,
     sample_residual,
     tree_links,
@@ -109,7 +111,7 @@ def test_a_tensor_that_does_not_fit_is_named(op):
                 function(**named | {name: tensor.to("meta")})
         with pytest.raises(ValueError, match=f"{name} must be") as error:
             function(**named | {name: "none"})
-        for number in () if re.search("or an? (number|integer|bool)", str(error.value)) else (3, 0.5, True):
+        for number in () if re.search("or (an? )?(number|integer|bool)", str(error.value)) else (3, 0.5, True):
             with pytest.raises(ValueError, match=f"{name} must be"):
                 function(**named | {name: number})
         for dim in range(tensor.ndim):
@@ -148,10 +150,16 @@ def test_integers_of_either_dtype(op):
         {"tokens"} if op in ("accept_gaussian", "resample_gaussian") else set())
 
 
-def test_noise_of_either_dtype():
+def test_seeds_of_either_dtype_or_integers():
     seeds, positions = torch.tensor([3, -4]), torch.tensor([[0, -1], [5, 2**31 - 1]])
     words = philox_words(seeds, positions, 5, 2)
     assert torch.equal(words, philox_words(seeds.int(), positions.int(), 5, 2))
+    assert torch.equal(words, philox_words((3, -4), positions, 5, 2))
+    assert torch.equal(words[1:], philox_words(-4, positions[1:], 5, 2))
+    assert torch.equal(philox_uniforms([3, -4], 2, 5, stream=2), philox_uniforms(seeds, 2, 5, stream=2))
+    for wrong in (3, [3], [3, 2**63], [3, 0.5], "34", None):
+        with pytest.raises(ValueError, match="seeds must be .* 64 bits, one for each of the B=2 requests, got "):
+            draw_tokens(LOGITS, None, **PLAIN, seeds=wrong, positions=TREE[0])
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if SHARED & {*PARAMETERS[op]}])
@@ -266,6 +274,8 @@ def test_settings_of_logits_have_ranges(op):
                 with pytest.raises(ValueError, match=message):
                     function(**named | {name: number})
             function(**named | {name: torch.full_like(named[name], numbers[0])})
+        off = (function(**named | dict(zip(("top_k", "top_p"), filters))) for filters in ((None, None), (0, 1.0)))
+        assert all(map(same, *off))
         without = named | {"uncond": None}
         for number in (7.5, 0, -1.0, NAN):
             with pytest.raises(ValueError, match="guidance must be 1 or None without uncond, .*, got "):

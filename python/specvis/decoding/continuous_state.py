@@ -27,15 +27,15 @@ class ContinuousSampling:
     temperature: float = 1.0  # scales the sigma of each denoising step
 
     @staticmethod
-    def of(seeds: list[int], *, guidance: float = 1.0, temperature: float = 1.0,
+    def of(seeds: list[int] | int, *, guidance: float = 1.0, temperature: float = 1.0,
            device: torch.device | str = "cpu") -> "ContinuousSampling":
         """The settings, from a list of seeds.
 
         Raises:
             ValueError: no seeds, guidance not finite, temperature not positive and finite
         """
-        check_seeds(seeds)
-        return ContinuousSampling(torch.tensor(seeds, dtype=torch.int64, device=device), guidance, temperature)
+        seeds = torch.tensor(check_seeds(seeds), dtype=torch.int64, device=device)
+        return ContinuousSampling(seeds, guidance, temperature)
 
     def __post_init__(self):
         if not isinstance(self.seeds, Tensor):

@@ -38,10 +38,10 @@ class Sampling(BatchState):
     log_probs: bool = False  # whether Decoded has the tokens' log-probabilities
 
     @staticmethod
-    def of(seeds: list[int], *, guidance: float | list[float] = 2.0, temperature: float | list[float] = 1.0,
-           top_k: int | list[int] = 0, top_p: float | list[float] = 1.0, log_probs: bool = False,
+    def of(seeds: list[int] | int, *, guidance: float | list[float] = 2.0, temperature: float | list[float] = 1.0,
+           top_k: int | list[int] | None = 0, top_p: float | list[float] | None = 1.0, log_probs: bool = False,
            device: torch.device | str = "cpu") -> "Sampling":
-        """The same number for all requests, or a list with one for each.
+        """The same number for all requests, or a list with one for each. Seeds: one for each, alone the one request's.
 
         log_probs: whether `Decoded.log_probs` is wanted
 
@@ -50,7 +50,7 @@ class Sampling(BatchState):
                 least 0, top_p outside (0, 1], guidance not finite, a number that does not fit into 32 bits, a
                 list of another length
         """
-        check_seeds(seeds)
+        seeds, top_k, top_p = check_seeds(seeds), 0 if top_k is None else top_k, 1.0 if top_p is None else top_p
 
         def each(name, value, dtype, holds, wanted):
             values = list(value) if isinstance(value, (list, tuple)) else [value] * len(seeds)
@@ -112,13 +112,15 @@ class Sampling(BatchState):
         return self.temperature == 0
 
 
-def check_seeds(seeds: list[int]) -> None:
-    """ValueError unless these are whole numbers of 64 bits."""
+def check_seeds(seeds: list[int] | int) -> list[int]:
+    """The seeds of all images, or of the one. ValueError unless these are whole numbers of 64 bits."""
+    seeds = [seeds] if isinstance(seeds, int) else seeds
     if not isinstance(seeds, (list, tuple, range)) or not all(isinstance(seed, int) for seed in seeds):
         raise ValueError(f"seeds must be a list of whole numbers, one for each image, got {seeds!r}")
     for seed in seeds:
         if not -2**63 <= seed < 2**63:
             raise ValueError(f"seeds must be within [-2**63, 2**63), got {seed}")
+    return seeds
 
 
 def cfg_inputs(model: TargetModel, condition: Tensor, padding_mask: Tensor) -> tuple[Tensor, Tensor]:

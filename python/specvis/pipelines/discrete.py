@@ -206,7 +206,7 @@ class Pipeline(nn.Module):
         if method.num_neighbors:
             self.neighbors(method.num_neighbors, method.acceptance.metric)
 
-    def sampling(self, seeds: list[int], *, guidance: float | list[float] | None = None,
+    def sampling(self, seeds: list[int] | int, *, guidance: float | list[float] | None = None,
                  temperature: float | list[float] = 1.0, top_k: int | list[int] | None = None,
                  top_p: float | list[float] | None = None, log_probs: bool = False) -> Sampling:
         """How `specvis generate` draws with this model and these seeds, one for each prompt, on the model's device.

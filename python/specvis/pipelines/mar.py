@@ -170,7 +170,7 @@ class MARPair(nn.Module):
                              "mar_draft.safetensors and mar_draft.json")
         mask_lengths(self.num_tokens, method.num_iter or self.num_tokens)
 
-    def sampling(self, seeds: list[int], *, guidance: float | None = None,
+    def sampling(self, seeds: list[int] | int, *, guidance: float | None = None,
                  temperature: float = 1.0) -> ContinuousSampling:
         """How `specvis generate` draws with this model and these seeds, one for each prompt, on the model's device.
 
