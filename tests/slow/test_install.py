@@ -336,7 +336,8 @@ def test_an_installation_ends_with_kernels_or_with_a_line(empty, request, tmp_pa
     assert ("UserWarning: specvis_kernels has no compiled kernels" in used.stdout) == (end == "oracles"), used.stdout
 
 
-def test_two_builds_in_one_folder_take_turns(sources, tmp_path):
+def test_two_builds_in_one_folder_take_turns(tmp_path):
+    sources = copy_sources(tmp_path / "sources")
     variables = os.environ | {"CXX": "", "SPECVIS_CUDA": "0", "PATH": put_stubs(tmp_path / "bin", "g++")}
     command = sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir"
     builds = [subprocess.Popen([*command, tmp_path / str(i)], cwd=sources, env=variables) for i in range(3)]
