@@ -140,6 +140,7 @@ class Verifier {
     if (!(bits_[v / kWarp] >> (v % kWarp) & 1)) return mass;
     if (slack_ == 0) return 0;
     int32_t child = state_.first;
+#pragma unroll 1
     for (int32_t i = 0; i < state_.num_rejected; ++i, child = nodes_[child].next_sibling) {
       if (nodes_[child].token == v) mass = rest_of(mass);
     }
