@@ -38,6 +38,7 @@ import sysconfig
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NoReturn
@@ -108,14 +109,17 @@ def find_torch() -> Path:
 def find_compiler() -> list[str] | None:
     """The command that CXX names, else g++ if there is one."""
     asked = os.environ.get("CXX", "").strip()
-    command = [asked] if shutil.which(asked) else shlex.split(asked) or ["g++"]
+    try:
+        command = [asked] if shutil.which(asked) else shlex.split(asked) or ["g++"]
+    except ValueError as error:
+        refuse(f"CXX must be a compiler and its arguments, got {asked!r}: {error}")
     if not asked and not shutil.which("g++"):
         return None
     check_that_it_works(*command, "-std=c++17", "-x", "c++")
     return [shutil.which(command[0]), *command[1:]]
 
 
-def check_that_it_works(*command: str) -> None:
+def check_that_it_works(*command: str, way_out: str = "") -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "line")
         source.write_text("int main() {}\n")
@@ -126,7 +130,7 @@ def check_that_it_works(*command: str) -> None:
             refuse(f"the compiler {shlex.join(command)} does not run: {error.strerror}")
     if run.returncode:
         why = re.search(".*error.*", run.stdout) or re.search(".+", run.stdout) or [f"status {run.returncode}"]
-        refuse(f"the compiler does not compile int main() {{}} by {shlex.join(command)}: {why[0]}")
+        refuse(f"the compiler does not compile int main() {{}} by {shlex.join(command)}: {why[0]}{way_out}")
 
 
 def cuda_of(torch: Path) -> str | None:
@@ -186,9 +190,8 @@ def gpu_flags(nvcc: str) -> list[str]:
     know. PTX is for what is later."""
     known = re.findall(r"compute_(\d+)(\d)\b", said_by(nvcc, "--list-gpu-arch"))
     all_known = [".".join(arch) for arch in known]
-    here = gpus_here(known) or "8.0;9.0;10.0+PTX"
-    asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip("; ,").lower() or "native"
-    for name, archs in {**NAMED, "all": ";".join(all_known) + "+PTX", "native": here, "auto": here}.items():
+    asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip("; ,").lower() or gpus_here(known) or "8.0;9.0;10.0+PTX"
+    for name, archs in {**NAMED, "all": ";".join(all_known) + "+PTX"}.items():
         asked = asked.replace(name, archs)
     built, left_out = {}, {}
     for name in re.split("[; ,]+", asked):
@@ -207,8 +210,10 @@ def gpu_flags(nvcc: str) -> list[str]:
     for match, number in built.items():
         arch = "".join(match.groups()[:3]).lower()
         flags[f"arch=compute_{arch},code=sm_{arch}"] = None
-        if match[4] or number == max(built.values()) < max(left_out.values(), default=0):
+        if match[4]:
             flags[f"arch=compute_{arch},code=compute_{arch}"] = None
+        if number == max(built.values()) < max(left_out.values(), default=0):  # of 9.0a no later GPU takes PTX
+            flags[f"arch=compute_{number},code=compute_{number}"] = None
     return [word for flag in flags for word in ("-gencode", flag)]
 
 
@@ -307,9 +312,10 @@ class Build(build_ext):
     def run(self):
         self.torch, self.cpp = find_torch(), find_compiler()
         self.nvcc = find_nvcc(self.torch)
-        if self.nvcc:
+        if self.nvcc and self.cpp:
             self.gpus = gpu_flags(self.nvcc)
-            check_that_it_works(self.nvcc, *for_nvcc(self.cpp), *self.gpus, "-std=c++17", "-x", "cu")
+            check_that_it_works(self.nvcc, *for_nvcc(self.cpp), *self.gpus, "-std=c++17", "-x", "cu",
+                                way_out=" (CXX names another compiler for it; SPECVIS_CUDA=0 builds no CUDA kernels)")
         else:
             self.extensions = [e for e in self.extensions if not e.name.endswith("_cuda")]
         super().run()
@@ -333,15 +339,23 @@ class Build(build_ext):
         # From the end of the alphabet: verify_* take the longest, and should not be what a last core is left with.
         targets = {objects / (self.namespace if "bindings" in source else "") / f"{source}.o": source
                    for source in extension.sources[::-1]}
-        old = [target for target in targets if not is_fresh(target)]
+        compile += [*defines, "-isystem", self.torch / "include"]
+        command = shlex.join(map(str, compile))
+
+        def made_by(target: Path) -> Path:  # has the command: another CXX makes another object
+            return target.with_suffix(".command")
+
+        old = [target for target in targets if not is_fresh(target) or not made_by(target).exists()
+               or made_by(target).read_text() != command]
 
         def compile_one(number: int, target: Path) -> None:
             say(f"[{number}/{len(old)}] {targets[target]}")
             target.parent.mkdir(parents=True, exist_ok=True)
             new = target.with_suffix(".new.o")  # in its place when it is whole: a build may be killed
             began = time.time()
-            run(*compile, *defines, "-isystem", self.torch / "include", "-MMD", "-MF", target.with_suffix(".d"),
-                "-c", targets[target], "-o", new, log=target.with_suffix(".log"))
+            run(*compile, "-MMD", "-MF", target.with_suffix(".d"), "-c", targets[target], "-o", new,
+                log=target.with_suffix(".log"))
+            made_by(target).write_text(command)
             os.utime(new, (began, began))  # older than a source that was changed meanwhile
             os.replace(new, target)
 
@@ -427,8 +441,14 @@ if IS_BUILD:
     if not find_compiler() and os.environ.get("SPECVIS_CUDA") == "1":
         refuse("SPECVIS_CUDA=1, but there is no C++ compiler")
     OBJECTS.mkdir(parents=True, exist_ok=True)
-    LOCK = open(OBJECTS / "lock", "w")  # until this process ends: two builds in one folder take turns
-    fcntl.flock(LOCK, fcntl.LOCK_EX)
+    # Two builds in one folder take turns, until the process ends or its next build opens the file anew.
+    sys.specvis_lock = open(OBJECTS / "lock", "w")
+    with suppress(OSError):  # a file system without locks
+        try:
+            fcntl.flock(sys.specvis_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waits for another build in {Path.cwd()}")
+            fcntl.flock(sys.specvis_lock, fcntl.LOCK_EX)
 
 setup(
     ext_modules=EXTENSIONS if IS_BUILD and find_compiler() else [],  # without them, the wheel is for any platform

@@ -51,7 +51,7 @@ def is_exactly(value: object, dtype: torch.dtype, like: Tensor | None, sizes: di
     This is asked first, because a step of decoding checks some seventy arguments.
     """
     return (type(value) is Tensor and value.dtype is dtype and value.layout is torch.strided
-            and value.shape == tuple(sizes.values())
+            and not value.is_nested and value.shape == tuple(sizes.values())
             and (like is None or value.device == like.device))
 
 

@@ -81,7 +81,8 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
         status:     (B, W) int32    EMPTY_RESIDUAL: the residual was empty after a rejection; the token comes from P.
                                     INVALID_ROW: P has an entry that is NaN, negative or above 2, or is 0 in fixed
                                     point; the token is 0.
-                                    INVALID_DRAFT: the same errors, in Q, or Q(x) is 0; the token comes from P.
+                                    INVALID_DRAFT: the same errors, in Q; or Q(x) is 0 without neighbors and groups,
+                                    which may keep a guess x that its new row gives nothing. The token comes from P.
                                     INVALID_TREE: the guess is outside [0, V); the token comes from P.
                                     INVALID_RULE: omega is negative or NaN, or is below 1 with groups or with
                                     neighbors and the optimal residual; the token comes from P.
@@ -134,7 +135,8 @@ def _oracle(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uniforms:
     tokens, uniforms = tokens.view(rows), uniforms.view(rows, 2)
     omega = torch.ones_like(total, dtype=torch.float64) if omega is None else omega.view(rows).double()
     in_vocabulary = (tokens >= 0) & (tokens < V)
-    has_rule = ~is_undefined(omega, neighbors is not None or groups is not None, residual)
+    is_relaxed = neighbors is not None or groups is not None
+    has_rule = ~is_undefined(omega, is_relaxed, residual)
     status = torch.where(has_rule, 0, INVALID_RULE) | torch.where(is_valid, 0, INVALID_ROW)
 
     def mass_at(ids, mass):
@@ -145,7 +147,7 @@ def _oracle(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uniforms:
     token_mass, token_draft_mass = mass_at(column, mass).squeeze(1), mass_at(column, draft_mass).squeeze(1)
     is_tried = is_valid & has_rule
     for is_good, bit in ((draft_is_valid, INVALID_DRAFT), (in_vocabulary, INVALID_TREE),
-                         (token_draft_mass > 0, INVALID_DRAFT)):
+                         ((token_draft_mass > 0) | is_relaxed, INVALID_DRAFT)):
         status = status | torch.where(is_tried & ~is_good, bit, 0)
         is_tried = is_tried & is_good
     neighbor_mass, num_kept, ids = kept_neighbors(

@@ -102,5 +102,3 @@ def _places(flags: Tensor) -> str:
     places = ", ".join(f"({place})" if flags.ndim > 1 else place for place in at[:SHOWN])
     more = f" and {len(at) - SHOWN} more" if len(at) > SHOWN else ""
     return f"request{'s' * (len(at) > 1)} {places}{more}" if at else ""
-
-

@@ -83,8 +83,6 @@ inline void check(const char* op, cudaError_t error) {
 }
 #endif
 
-// The arguments of one call. The first tensor that is checked says on which device the others must be. In `sizes` each
-// dimension has a letter or the digit that is its size. A letter is one size throughout a call; V, k and g count ids.
 // As long as this object exists, its thread rounds to the nearest number and knows denormal ones, whatever the program
 // has set; threads that begin meanwhile do as well.
 class UsualFloats {
@@ -115,6 +113,8 @@ class UsualFloats {
   const uint64_t before_;
 };
 
+// The arguments of one call. The first tensor that is checked says on which device the others must be. In `sizes` each
+// dimension has a letter or the digit that is its size. A letter is one size throughout a call; V, k and g count ids.
 class Arguments {
  public:
   // `positive`: the letters of sizes that may not be 0.

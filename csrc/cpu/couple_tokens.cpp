@@ -106,7 +106,7 @@ Coupled couple(const CoupleTokens& batch, const Position& position, Scratch& scr
   if (!draft_sum.valid) return from_target(kInvalidDraft);
   if (x < 0 || x >= V) return from_target(kInvalidTree);
   const int64_t draft_mass = to_fixed_point(position.draft[x]);
-  if (draft_mass == 0) return from_target(kInvalidDraft);
+  if (draft_mass == 0 && !batch.is_relaxed) return from_target(kInvalidDraft);
 
   const auto mass = [&](int64_t v) { return to_fixed_point(position.target[v]); };
   const int64_t token_mass = mass(x), k = batch.neighbors.k();

@@ -75,7 +75,7 @@ __device__ Coupled couple(Team& team, const CoupleTokens& batch, int64_t r, int6
     out.status |= kInvalidDraft;
   } else if (is_tried && (guess < 0 || guess >= V)) {
     out.status |= kInvalidTree;
-  } else if (is_tried && to_fixed_point(draft[guess]) == 0) {
+  } else if (is_tried && !batch.is_relaxed && to_fixed_point(draft[guess]) == 0) {
     out.status |= kInvalidDraft;
   } else if (is_tried) {
     const int64_t k = batch.neighbors.k(), num_considered = k > 0 ? k - (batch.residual == ResidualRule::released) : 0;

@@ -97,8 +97,9 @@ def couple_tokens_kernel(
     status |= tl.where(is_tried & (in_vocabulary == 0), INVALID_TREE, 0)
     is_tried = is_tried & in_vocabulary
     token_draft_mass = load_mass(draft_row, guess, is_tried, True)
-    status |= tl.where(is_tried & (token_draft_mass == 0), INVALID_DRAFT, 0)
-    is_tried = is_tried & (token_draft_mass > 0)
+    if neighbors is None and groups is None:
+        status |= tl.where(is_tried & (token_draft_mass == 0), INVALID_DRAFT, 0)
+        is_tried = is_tried & (token_draft_mass > 0)
 
     accepts = total != total
     tv_excess = one * 0.0

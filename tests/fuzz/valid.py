@@ -137,7 +137,8 @@ def neighborhood_sum(a, out):
 def couple_tokens(a, out):
     omega, tokens = np.float32(1 if a["omega"] is None else a["omega"]), a["tokens"]
     return (is_row(a["target_probs"]) & is_row(a["draft_probs"]) & (0 <= tokens)
-            & (tokens < a["target_probs"].shape[2]) & have_mass(a["draft_probs"], tokens) & (omega >= least_omega(a)))
+            & (tokens < a["target_probs"].shape[2]) & (omega >= least_omega(a))
+            & (have_mass(a["draft_probs"], tokens) | (a["neighbors"] is not None) | (a["groups"] is not None)))
 
 
 def least_omega(a):

@@ -163,9 +163,12 @@ def test_a_bad_row(backend, bad):
 
 
 def test_a_guess_that_its_row_gives_no_mass(backend):
-    for options in {}, dict(group=[0, 1]), dict(neighbors=NEIGHBORS, delta=1.0):
-        assert one(backend, 3, 0.0, 0.49, **options) == (0, False, 0.0, INVALID_DRAFT)
-        assert one(backend, 3, 0.0, 0.5, **options) == (1, False, 0.0, INVALID_DRAFT)
+    """It is kept where neighbors or a group may have kept it before, when its row was another one."""
+    assert one(backend, 3, 0.0, 0.49) == (0, False, 0.0, INVALID_DRAFT)
+    assert one(backend, 3, 0.0, 0.5) == (1, False, 0.0, INVALID_DRAFT)
+    for options in dict(group=[3]), dict(neighbors=NEIGHBORS, delta=1.0):
+        token, is_kept, _, status = one(backend, 3, 0.99, 0.0, **options)
+        assert (token, is_kept, status) == (3, True, 0)
 
 
 def test_what_is_reported_first(backend):

@@ -28,6 +28,7 @@ from specvis_kernels import (
     verify_tree,
 )
 from specvis_kernels.status import MEANINGS
+from tests.tiny import tiny_pipeline
 from tests.kernels.inputs import DEVICE
 
 NAMES = {INVALID_ROW: "INVALID_ROW", INVALID_TREE: "INVALID_TREE", INVALID_RULE: "INVALID_RULE",
@@ -133,3 +134,12 @@ def test_the_environment_asks_for_it():
         run = subprocess.run([sys.executable, "-c", program], env=os.environ | {"SPECVIS_CHECK": value},
                              capture_output=True, text=True)
         assert run.stdout.strip() == expected, run.stderr
+
+
+@pytest.mark.parametrize("name", ["jacobi", "jacobi:window=5:refresh=2", "jacobi:seed_exact=false:k=10:delta=0.3", "gsd",
+                                  "gsd+coupled", "eagle1", "eagle2", "lantern:k=10", "cool-sd"])
+def test_no_method_of_ours_makes_what_is_reported(name, monkeypatch):
+    monkeypatch.setattr(_define, "CHECKS", True)
+    pipeline = tiny_pipeline()
+    sampling = pipeline.sampling(seeds=[1, 2, 3], top_k=20)
+    assert not pipeline.tokens(["red heart", "blue heart", "plain heart"], name, sampling).failed.any()

@@ -88,8 +88,11 @@ def test_continuous_tokens_do_not_depend_on(setting):
     lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged)], ids=["sparse", "mkldnn", "nested", "jagged"])
 @pytest.mark.filterwarnings("ignore:.*nested")
 def test_other_layouts_are_refused(make):
+    logits, positions = torch.randn(1, 2, 8), torch.ones(1, 2)
     with pytest.raises(ValueError, match="logits must be a dense tensor"):
-        draw_tokens(make(torch.randn(1, 2, 8)), None, None, 1.0, 0, 1.0, torch.tensor([1]), torch.tensor([[0, 1]]))
+        draw_tokens(make(logits), None, None, 1.0, 0, 1.0, torch.tensor([1]), positions.long())
+    with pytest.raises(ValueError, match="positions must be a dense tensor"):
+        draw_tokens(logits, None, None, 1.0, 0, 1.0, torch.tensor([1]), make(positions))
 
 
 @pytest.mark.filterwarnings("error")
