@@ -28,8 +28,8 @@ from specvis_kernels import (
     verify_tree,
 )
 from specvis_kernels.status import MEANINGS
-from tests.tiny import tiny_pipeline
 from tests.kernels.inputs import DEVICE
+from tests.tiny import tiny_pipeline
 
 NAMES = {INVALID_ROW: "INVALID_ROW", INVALID_TREE: "INVALID_TREE", INVALID_RULE: "INVALID_RULE",
          INVALID_DRAFT: "INVALID_DRAFT"}
@@ -136,8 +136,9 @@ def test_the_environment_asks_for_it():
         assert run.stdout.strip() == expected, run.stderr
 
 
-@pytest.mark.parametrize("name", ["jacobi", "jacobi:window=5:refresh=2", "jacobi:seed_exact=false:k=10:delta=0.3", "gsd",
-                                  "gsd+coupled", "eagle1", "eagle2", "lantern:k=10", "cool-sd"])
+@pytest.mark.parametrize("name", [
+    "jacobi", "jacobi:window=5:refresh=2", "jacobi:seed_exact=false:k=10:delta=0.3", "gsd", "gsd+coupled", "eagle1",
+    "eagle2", "lantern:k=10", "cool-sd"])
 def test_no_method_of_ours_makes_what_is_reported(name, monkeypatch):
     monkeypatch.setattr(_define, "CHECKS", True)
     pipeline = tiny_pipeline()
