@@ -12,7 +12,7 @@ MOST_IDS = 2**19   # limit of V, and of ids that are summed for a token: rows of
 MOST = 2**31 - 1   # limit of other sizes and counts: nodes, columns and lengths are int32 somewhere
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32)  # tokens, links, lengths, positions and counts may have either dtype
-Seeds = Tensor | Iterable[int] | int  # see check_seeds
+Seeds = Tensor | list[int] | int  # see check_seeds
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 

@@ -22,6 +22,7 @@ them. Then torch.compile, fake tensors and the version counters of written tenso
 """
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -37,7 +38,6 @@ from .status import check_status
 NAMESPACE = __package__
 CHECKS = os.environ.get("SPECVIS_CHECK") == "1"  # read once: whether ops check values, as by check_status()
 IS_KNOWN = "PyTorch has this process's ops of specvis_kernels already, and keeps them: restart Python to import it anew"
-SMALLEST = 5e-324  # doubled, it is 0 where the program has set_flush_denormal
 if torch._C._dispatch_has_kernel(f"{NAMESPACE}::tree_links"):
     raise ImportError(IS_KNOWN)
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -146,14 +146,15 @@ def _undisturbed(oracle: Callable) -> Callable:
     """`oracle`, in the precision of its tensors and with subnormal numbers, whatever the program around it has set."""
     def undisturbed(*args):
         device = next(a for a in args if isinstance(a, Tensor)).device.type
-        if SMALLEST * 2 == 0:
-            torch.set_flush_denormal(False)
-            try:
-                return undisturbed(*args)
-            finally:
+        is_flushing = sys.float_info.min / 2 == 0  # no denormal literal: the parser of one may be flushing, too
+        try:
+            if is_flushing:
+                torch.set_flush_denormal(False)
+            with torch.autocast(device, enabled=False):
+                return oracle(*args)
+        finally:
+            if is_flushing:
                 torch.set_flush_denormal(True)
-        with torch.autocast(device, enabled=False):
-            return oracle(*args)
 
     return undisturbed
 

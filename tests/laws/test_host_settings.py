@@ -1,13 +1,16 @@
 """Settings of the program around an op change no bit of what it returns."""
+import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
+import specvis_kernels
 from specvis_kernels import backends, draw_tokens
 from tests.kernels import inputs
 from tests.laws.test_every_op import make, run, same
@@ -98,6 +101,21 @@ def test_other_layouts_are_refused(make):
 @pytest.mark.filterwarnings("error")
 def test_a_setting_in_half_precision_warns_of_nothing():
     draw_tokens(torch.randn(1, 1, 8), None, None, 1.0, 0, np.float16(0.5), torch.tensor([1]), torch.tensor([[0]]))
+
+
+FLUSHED = """
+import torch
+torch.set_flush_denormal(True)
+import specvis_kernels
+specvis_kernels.codebook_neighbors(torch.randn(32, 4), 3)
+"""
+
+
+def test_denormal_numbers_are_flushed_before_the_import(tmp_path):
+    """A new process compiles the sources, whose oracles answer."""
+    shutil.copytree(Path(specvis_kernels.__file__).parent, tmp_path / "specvis_kernels",
+                    ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    subprocess.run([sys.executable, "-B", "-c", FLUSHED], cwd=tmp_path, check=True)
 
 
 AGAIN = """

@@ -274,7 +274,7 @@ def test_what_python_users_give_wrongly_is_named(folder):
             (lambda: pipeline.pictures(torch.ones(16)), "tokens must be int64 (B, L=16), got float32 (16,)"),
             (lambda: pipeline.pictures(torch.full((1, 16), 64)), "tokens must be within [0, V=64), got 64"),
             (lambda: pair.pictures([[0.0]]), "tokens must be a float32 tensor (B, L=16, C=4), got list"),
-            (lambda: pipeline.sampling(0), "seeds must be a list of whole numbers, one for each image, got 0"),
+            (lambda: pipeline.sampling(0.5), "seeds must be a list of whole numbers, one for each image, got 0.5"),
             (lambda: Sampling.of([0], top_k=2.5), "top_k must be a whole number within 0..2147483647, got 2.5")):
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
