@@ -185,8 +185,11 @@ def check_apart(op: str, tensors: list[tuple[Tensor, bool]]) -> None:
 def readable(tensor: Tensor, is_written: bool) -> Tensor:
     """`tensor`, or a copy if it is a negative view, or if its elements are not on multiples of their size.
 
-    PyTorch's dispatcher copies negative views, but Triton is called without it. GPUs read no misaligned memory.
+    PyTorch's dispatcher copies negative views, but Triton is called without it. GPUs read no misaligned memory, and a
+    read of a weight that FSDP has freed would end every kernel of the process.
     """
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} has lost its memory: its storage was freed")
     if tensor.data_ptr() % tensor.itemsize == 0 and not tensor.is_neg():
         return tensor
     if is_written:

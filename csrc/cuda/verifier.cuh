@@ -44,7 +44,7 @@ class Verifier {
   // How far verification has come. Every thread has the same values.
   struct State {
     int64_t total;                // the residual's mass
-    int32_t first, num_rejected;  // so many siblings from `first` on were rejected
+    int32_t first, num_rejected;  // the first rejected sibling, and how many were rejected
     int32_t next;                 // the child that was accepted, or -1
     int32_t num_trials, status;
     bool is_uniform;  // whether the uniform distribution has taken the row's place

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from specvis_kernels import swiglu
+from specvis_kernels import backends, swiglu
 from tests.kernels.inputs import DEVICE
 
 NAN, INF = float("nan"), float("inf")
@@ -34,3 +34,11 @@ def test_rounds_once(dtype, rounding, backend):
 def test_says_which_argument_is_wrong(changes, message):
     with pytest.raises(ValueError, match=message):
         swiglu(**dict(gate=torch.zeros(2, 4), up=torch.zeros(2, 4)) | changes)
+
+
+@pytest.mark.parametrize("kernel", backends("swiglu", DEVICE)[1:])  # the oracle's operations end by a signal
+def test_a_freed_storage_is_an_error(kernel):
+    gate = torch.randn(4, 8, device=DEVICE)
+    gate.untyped_storage().resize_(0)
+    with pytest.raises((ValueError, RuntimeError), match="lost its memory: its storage was freed"):
+        swiglu(gate, torch.randn(4, 8, device=DEVICE), backend=kernel)

@@ -175,7 +175,7 @@ def draw_by_workers(drawing: Drawing, requests: list[PictureRequest], begin: Cal
         if is_ours:
             try:
                 ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-            except Exception as error:  # of any type, Exception itself too
+            except Exception as error:  # Ray raises Exception itself where a node does not come up
                 raise OSError(f"Ray does not start: {first_line(error)}; the same command tries again, and without "
                               "--workers no Ray is needed") from error
         cpus, gpus = per_worker([node["Resources"] for node in ray.nodes() if node["Alive"]], num_workers, cpus,
