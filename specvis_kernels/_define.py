@@ -150,8 +150,10 @@ def _undisturbed(oracle: Callable) -> Callable:
         try:
             if is_flushing:
                 torch.set_flush_denormal(False)
-            with torch.autocast(device, enabled=False):
-                return oracle(*args)
+            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+                with torch.autocast(device, enabled=False):
+                    return oracle(*args)
+            return oracle(*args)
         finally:
             if is_flushing:
                 torch.set_flush_denormal(True)

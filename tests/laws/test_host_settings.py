@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import specvis_kernels
-from specvis_kernels import backends, draw_tokens
+from specvis_kernels import backends, draw_tokens, swiglu
 from tests.kernels import inputs
 from tests.laws.test_every_op import make, run, same
 from tests.tiny import tiny_pair, tiny_pipeline
@@ -58,6 +58,11 @@ def test_inference_tensors_are_taken(op, backend):
     with torch.inference_mode():
         args, kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
     assert all(map(same, run(op, args, kwargs, backend), expected))
+
+
+def test_a_device_without_autocast_has_oracles():
+    x = torch.empty(2, 4, device="meta")
+    assert swiglu(x, x, backend="oracle").shape == (2, 4)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
