@@ -23,7 +23,7 @@ them. Then torch.compile, fake tensors and the version counters of written tenso
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -78,7 +78,7 @@ def define(name: str, *, oracle: Callable, meta: Callable, result: type | None =
     def built(key):
         return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key)
 
-    kernels = _kernels[name] = {"oracle": _refusing_overlap(name, _undisturbed(oracle), written)}
+    kernels = _kernels[name] = {"oracle": _refusing_overlap(name, _undisturbed(oracle, written), written)}
     if built("CPU"):
         kernels["cpu"] = op
     if built("CUDA"):
@@ -95,8 +95,7 @@ def define(name: str, *, oracle: Callable, meta: Callable, result: type | None =
 
     def count_versions(keyset, *args):  # as torch's own in-place operations do, for autograd's saved tensors
         for i in written:
-            tensors = args[i] if isinstance(args[i], (list, tuple)) else [args[i]]
-            torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])  # these count nothing
+            torch.autograd.graph.increment_version([t for t in _tensors([args[i]]) if not t.is_inference()])
         return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
 
     torch.library.register_vmap(f"{NAMESPACE}::{name}", batching_rule(op, batch, written), lib=_library)
@@ -142,9 +141,18 @@ def _triton_kernel(name: str, written: list[int]) -> Callable:
     return triton
 
 
-def _undisturbed(oracle: Callable) -> Callable:
-    """`oracle`, in the precision of its tensors and with subnormal numbers, whatever the program around it has set."""
+def _tensors(args: Iterable) -> list[Tensor]:
+    """The tensors among arguments, and those of lists among them."""
+    return [a for arg in args for a in (arg if isinstance(arg, (list, tuple)) else [arg]) if isinstance(a, Tensor)]
+
+
+def _undisturbed(oracle: Callable, written: list[int]) -> Callable:
+    """`oracle`, in the precision of its tensors and with subnormal numbers, whatever the program around it has set.
+    Only inference mode lets torch's operations write to an inference tensor."""
     def undisturbed(*args):
+        if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in _tensors(args[i] for i in written)):
+            with torch.inference_mode():
+                return undisturbed(*args)
         device = next(a for a in args if isinstance(a, Tensor)).device.type
         is_flushing = sys.float_info.min / 2 == 0  # no denormal literal: the parser of one may be flushing, too
         try:
@@ -165,8 +173,7 @@ def _refusing_overlap(name: str, kernel: Callable, written: list[int]) -> Callab
     """`kernel`, which first refuses a written argument that shares memory with another one."""
     def checked(*args):
         if not torch.compiler.is_compiling():
-            check_apart(name, [(a, i in written) for i, arg in enumerate(args)
-                               for a in (arg if isinstance(arg, (list, tuple)) else [arg]) if isinstance(a, Tensor)])
+            check_apart(name, [(a, i in written) for i, arg in enumerate(args) for a in _tensors([arg])])
         return kernel(*args)
 
     return checked if written else kernel

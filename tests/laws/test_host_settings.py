@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 import specvis_kernels
 from specvis_kernels import backends, draw_tokens, swiglu
 from tests.kernels import inputs
-from tests.laws.test_every_op import make, run, same
+from tests.laws.test_every_op import as_tuple, by_name, make, run, same, tensors_of
 from tests.tiny import tiny_pair, tiny_pipeline
 
 
@@ -53,11 +53,12 @@ def test_bits_do_not_depend_on(setting, op, backend):
 
 @pytest.mark.parametrize("op, backend", EVERY)
 def test_inference_tensors_are_taken(op, backend):
-    args, kwargs = make(op, *inputs.CASES[op][1])
-    expected = run(op, args, kwargs, backend)
+    written, others = by_name(op, *make(op, *inputs.CASES[op][1]))
+    expected = run(op, (), written | others, backend)
     with torch.inference_mode():
-        args, kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
-    assert all(map(same, run(op, args, kwargs, backend), expected))
+        written, others = tree_map_only(torch.Tensor, torch.clone, (written, others))
+    got = as_tuple(getattr(specvis_kernels, op)(**written, **others, backend=backend))
+    assert all(map(same, (*got, *tensors_of(written)) if written else got, expected))
 
 
 def test_a_device_without_autocast_has_oracles():
