@@ -18,8 +18,7 @@ from pathlib import Path
 
 import specvis_kernels
 from benchmarks import machine_code, sass
-from tests import cuda_on_cpu
-from tests.kernels import inputs
+from tests import cases, cuda_on_cpu
 
 FOLDER = cuda_on_cpu.BUILD / "cuda_on_cpu_coverage"
 LINE = re.compile(r'//## File "([^"]+)", line (\d+)')
@@ -37,7 +36,7 @@ def library_of(op: str) -> Path:
 def run_here(library: Path, op: str, case: tuple) -> None:
     """In a process of its own: the call."""
     cuda_on_cpu.register(library)
-    args, kwargs = getattr(inputs, op)(*case)
+    args, kwargs = getattr(cases, op)(*case)
     getattr(specvis_kernels, op)(*args, **kwargs, backend="cuda_emulated")
     ctypes.CDLL(None).exit(0)  # C's own exit, so that the counts are written
 

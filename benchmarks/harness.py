@@ -56,7 +56,7 @@ def clocks(tens: int) -> dict:
 
 def sources() -> str:
     """A fingerprint of the timed code and of the benchmark: it identifies the revision where there is no git."""
-    patterns = ("csrc/**/*.*", "specvis_kernels/**/*.py", "tests/kernels/inputs/*.py",
+    patterns = ("csrc/**/*.*", "specvis_kernels/**/*.py", "tests/cases/*.py",
                 *(f"benchmarks/{name}.py" for name in ("baselines", "harness", "ops", "released")))
     files = [file for pattern in patterns for file in sorted(ROOT.glob(pattern))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 import specvis_kernels
 from benchmarks import harness
 from benchmarks.baselines import BASELINES
-from tests.kernels import inputs
-from tests.laws.test_every_op import assert_agree, run
+from tests import cases
+from tests.cases.comparing import assert_agree, run
 
 IMAGE = [(7.5, 1.0, 1000, 1.0)]  # guidance, temperature, top_k, top_p
 SHIPPED = [(1.2, 1.0, 100, 0.8)]
@@ -38,7 +38,7 @@ XL_CACHE = {"layout": "layers", "count": 36, "width": 1280, "columns": 64, "dtyp
             "some_wrong": False, "all_accepted": True}  # of LlamaGen-XL, but no longer than the tree
 XL_HEADS = {"columns": 640, "lengths": [576], "dtype": torch.bfloat16}
 
-# op -> (sizes for its maker in tests/kernels/inputs, from real models; bytes that must move for one of them).
+# op -> (sizes for its maker in tests/cases, from real models; bytes that must move for one of them).
 # LlamaGen: V = 16384; Chameleon's family (Anole, Lumina-mGPT): V = 65536, of which 8192 are codes. EAGLE-2 trees:
 # N = 60, K = 10; LANTERN: k = 1000; masks: a 24 x 24 image and the tree; MAR: 16 channels, CSpD: 32 drafts and 100
 # tries. Batches of 1, 8, 64. ON_GPUS has more sizes, which take a CPU seconds a call or gigabytes.
@@ -202,7 +202,7 @@ def format_case(case) -> str:
 
 def prepare(op: str, case: tuple, backend: str, check: bool = True):
     """(call, its args and kwargs). With `check` a backend is first compared with the oracle."""
-    args, kwargs = getattr(inputs, op)(*case)
+    args, kwargs = getattr(cases, op)(*case)
     if backend in BASELINES.get(op, {}):
         function = BASELINES[op][backend]
         kwargs.pop("cutoff", None)
@@ -215,13 +215,13 @@ def prepare(op: str, case: tuple, backend: str, check: bool = True):
 
 
 def sizes_of(op: str) -> list:
-    return ROWS[op][0] + (ON_GPUS.get(op, []) if inputs.DEVICE == "cuda" else [])
+    return ROWS[op][0] + (ON_GPUS.get(op, []) if cases.DEVICE == "cuda" else [])
 
 
 def measured(op: str) -> list:
     """What is timed here: the oracle first, the baselines last."""
-    return [backend for backend in [*specvis_kernels.backends(op, inputs.DEVICE), *BASELINES.get(op, {})]
-            if (backend, inputs.DEVICE) != ("triton", "cpu") and backend != "cuda_emulated"]
+    return [backend for backend in [*specvis_kernels.backends(op, cases.DEVICE), *BASELINES.get(op, {})]
+            if (backend, cases.DEVICE) != ("triton", "cpu") and backend != "cuda_emulated"]
 
 
 def group_of(op: str, backend: str) -> str:
@@ -236,7 +236,7 @@ def jobs(ops: list, groups: list) -> list:
     of these the ops of a decoding step."""
     every = [(op, case, backend) for op in ops for case in sizes_of(op) for backend in measured(op)
              if group_of(op, backend) in groups]
-    if inputs.DEVICE == "cuda":
+    if cases.DEVICE == "cuda":
         every.sort(key=lambda job: (GROUPS.index(group_of(job[0], job[2])), job[0] in LAST,
                                     FIRST.index(job[0]) if job[0] in FIRST else len(FIRST)))
     return every
@@ -247,7 +247,7 @@ def measure(op: str, case: tuple, backend: str, copy: float, seconds: float) -> 
     call, args = prepare(op, case, backend)
     num_bytes = ROWS[op][1](*case)
     times = harness.time(call, args, seconds, num_bytes, graphs=backend != "oracle", rewind=REWINDS.get(op))
-    clocks = harness.clocks(perf_counter() // 10) if inputs.DEVICE == "cuda" else {}
+    clocks = harness.clocks(perf_counter() // 10) if cases.DEVICE == "cuda" else {}
     return [{"op": op, "backend": backend, "mode": mode, "shape": format_case(case),
              "dtype": str(tree_leaves(args)[0].dtype).removeprefix("torch."), **summary, **clocks, "bytes": num_bytes,
              "share_of_copy": float(f"{num_bytes / summary['median_us'] * 1e6 / copy:.3g}")}
@@ -255,7 +255,7 @@ def measure(op: str, case: tuple, backend: str, copy: float, seconds: float) -> 
 
 
 def floor(seconds: float) -> list:
-    one = torch.zeros(1, device=inputs.DEVICE)
+    one = torch.zeros(1, device=cases.DEVICE)
     return [{"op": "floor", "backend": "torch", "mode": mode, "shape": "1", "dtype": "float32", **times,
              "bytes": 4, "share_of_copy": 0.0}
             for mode, times in harness.time(torch.Tensor.zero_, (one,), seconds).items()]
@@ -277,7 +277,7 @@ class Results:
         if not self.file.exists():
             return
         found, here = json.loads(self.file.read_text()), self.content["machine"]
-        names = SAME if inputs.DEVICE == "cuda" else SAME + SAME_CPU
+        names = SAME if cases.DEVICE == "cuda" else SAME + SAME_CPU
         if all(found["machine"].get(name) == here.get(name) for name in names):
             self.content |= found
             if here not in [found["machine"], *found.get("also_on", [])]:  # another driver, say
@@ -341,7 +341,7 @@ def main():
             print(op, format_case(case), backend, flush=True)
             call, args = prepare(op, case, backend, check=False)
             call(*args)
-        if inputs.DEVICE == "cuda":
+        if cases.DEVICE == "cuda":
             torch.cuda.synchronize()
         return
     machine = harness.machine()
@@ -350,7 +350,7 @@ def main():
     if options.resume:
         results.resume()
     content = results.content
-    copy = content["copy_bytes_per_second"] or round(harness.bandwidth(inputs.DEVICE))
+    copy = content["copy_bytes_per_second"] or round(harness.bandwidth(cases.DEVICE))
     content["copy_bytes_per_second"] = copy
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     print(f"a copy moves {copy / 1e9:.0f} GB/s")
@@ -377,7 +377,7 @@ def main():
             print(f"{op} {format_case(case)} {backend}: {content['errors'][-1]['error']}", flush=True)
             if not isinstance(error, AssertionError):
                 results.write()
-                if inputs.DEVICE == "cuda":
+                if cases.DEVICE == "cuda":
                     sys.exit(AGAIN)
                 raise
     content["running"] = None

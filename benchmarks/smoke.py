@@ -19,9 +19,8 @@ from torch.utils._pytree import tree_map_only
 import specvis_kernels
 from benchmarks import harness
 from benchmarks.ops import FIRST
-from tests.kernels import inputs
-from tests.laws.test_every_op import assert_agree, run, same
-from tests.laws.test_on_a_gpu import LARGE
+from tests import cases
+from tests.cases.comparing import assert_agree, run, same
 
 AGAIN = 20     # runs of a kernel that must be equal: a result that changes is a race
 SECONDS = 60   # that an op may take
@@ -30,15 +29,15 @@ SANITIZER = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "3")
 
 def try_op(op: str) -> None:
     """Raises AssertionError if the kernel's results differ from the CPU's, or from one run to the next."""
-    here, on_cpu = specvis_kernels.backends(op, inputs.DEVICE), specvis_kernels.backends(op, "cpu")
+    here, on_cpu = specvis_kernels.backends(op, cases.DEVICE), specvis_kernels.backends(op, "cpu")
     ours = next((name for name in ("cuda", "cpu", "triton") if name in here), None)
-    assert inputs.DEVICE != "cuda" or ours == "cuda" or not (harness.ROOT / f"csrc/cuda/{op}.cu").exists(), \
+    assert cases.DEVICE != "cuda" or ours == "cuda" or not (harness.ROOT / f"csrc/cuda/{op}.cu").exists(), \
         f"{op} has no CUDA kernel here: was the library built, and does it load? backends: {here}"
     if ours is None:
-        return print(f"{op}: no kernel for {inputs.DEVICE}")
+        return print(f"{op}: no kernel for {cases.DEVICE}")
     theirs = "cpu" if "cpu" in on_cpu and ours != "cpu" else "oracle"
-    for case in [*inputs.CASES[op], *LARGE.get(op, ())]:
-        args, kwargs = getattr(inputs, op)(*case)
+    for case in [*cases.CASES[op], *cases.LARGE.get(op, ())]:
+        args, kwargs = getattr(cases, op)(*case)
         got = run(op, args, kwargs, ours)
         args_there, kwargs_there, got_there = tree_map_only(torch.Tensor, torch.Tensor.cpu, (args, kwargs, tuple(got)))
         expected = run(op, args_there, kwargs_there, theirs)
@@ -67,9 +66,9 @@ def main():
     parser.add_argument("--here", action="store_true", help="in this process")
     options = parser.parse_args()
     for op in options.ops:
-        if op not in inputs.CASES:
-            parser.error(f"no op {op!r}, only {', '.join(inputs.CASES)}")
-    ops = options.ops or [*FIRST, *(op for op in inputs.CASES if op not in FIRST)]
+        if op not in cases.CASES:
+            parser.error(f"no op {op!r}, only {', '.join(cases.CASES)}")
+    ops = options.ops or [*FIRST, *(op for op in cases.CASES if op not in FIRST)]
     if options.here:
         torch.set_printoptions(threshold=100, edgeitems=2)
         for op in ops:

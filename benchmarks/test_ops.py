@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import harness, ops
-from tests.kernels import inputs
+from tests import cases
 
 
 @pytest.mark.parametrize("op, backend, case", [
@@ -18,7 +18,7 @@ def test_speed(benchmark, op, backend, case):
 
     def run():
         call(*args)
-        if inputs.DEVICE == "cuda":
+        if cases.DEVICE == "cuda":
             torch.cuda.synchronize()
 
     benchmark.group = f"{op} {ops.format_case(case)}"

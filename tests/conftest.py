@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     from tests import cuda_on_cpu
     cuda_on_cpu.load()  # and so do the CUDA ones
 
-from tests.kernels.inputs import COMPARED  # noqa: E402  now that it is known which backends there are
+from tests.cases import COMPARED  # noqa: E402  now that it is known which backends there are
 
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # the cores are shared by as many processes
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))

@@ -19,7 +19,7 @@ from specvis.decoding.methods import parse_method
 from specvis.models import layers
 from specvis.models.llamagen import GPTConfig
 from specvis.pipelines.discrete import Pipeline
-from tests.kernels import inputs
+from tests import cases
 from tests.test_released import WIDE
 from tests.tiny import tiny_pipeline
 
@@ -115,14 +115,14 @@ def test_the_baseline_keeps_the_same_guesses(options):
 
 def test_bytes_that_must_move():
     """Count them from the tensors, for a few rows."""
-    (cache, nodes, accepted, _), _ = inputs.commit_kv(1, 60, 6, ops.XL_CACHE)
+    (cache, nodes, accepted, _), _ = cases.commit_kv(1, 60, 6, ops.XL_CACHE)
     moved = 2 * 36 * 2 * 6 * 2 * 1280 * 2  # read and write; layers; rows; nodes; keys and values; 16 bits
     assert cache.shape == (36, 2, 64, 2, 1280) and accepted.tolist() == [6] and (nodes >= 0).all()
     assert ops.ROWS["commit_kv"][1](1, 60, 6, ops.XL_CACHE) == moved
-    (probs, *_), named = inputs.verify_tree(2, 60, 512, 6, ops.STATIC)
+    (probs, *_), named = cases.verify_tree(2, 60, 512, 6, ops.STATIC)
     rows = probs[:, :1].nbytes + named["draft_probs"][:, :1].nbytes
     assert ops.ROWS["verify_tree"][1](2, 60, 512, 6, ops.STATIC) == rows
-    (q, k, v, lengths, _), _ = inputs.tree_attention(1, 60, 20, 20, 64, ops.XL_HEADS)
+    (q, k, v, lengths, _), _ = cases.tree_attention(1, 60, 20, 20, 64, ops.XL_HEADS)
     columns = int(lengths[0]) + 60
     assert ops.ROWS["tree_attention"][1](1, 60, 20, 20, 64, ops.XL_HEADS) == \
         k[:, :columns].nbytes + v[:, :columns].nbytes + 2 * q.nbytes
@@ -193,7 +193,7 @@ def test_a_run_on_a_gpu_that_breaks_off_is_gone_on_with(monkeypatch, tmp_path):
             raise RuntimeError("the device is lost")
         return [{"op": op, "backend": backend, "shape": ops.format_case(case)}]
 
-    for owner, name, value in ((inputs, "DEVICE", "cuda"), (ops, "measure", measure), (ops, "floor", lambda _: []),
+    for owner, name, value in ((cases, "DEVICE", "cuda"), (ops, "measure", measure), (ops, "floor", lambda _: []),
                                (specvis_kernels, "backends", lambda *_: ["oracle", "cuda", "triton"]),
                                (ops, "report", lambda *_: None), (harness, "bandwidth", lambda _: 1e9)):
         monkeypatch.setattr(owner, name, value)
@@ -242,7 +242,7 @@ def test_smoke_finds_what_is_wrong(monkeypatch, capsys):
     assert run_main(smoke, monkeypatch) == 3
     said = capsys.readouterr().out
     assert said.endswith("wrong: tree_mask\n") and "tree_mask, watched:\ntried tree_mask ('compute-san" in said
-    assert said.count("tried") == len(inputs.CASES) + 1
+    assert said.count("tried") == len(cases.CASES) + 1
 
 
 def test_oracles_are_not_timed_as_decoding(monkeypatch):

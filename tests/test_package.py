@@ -19,7 +19,7 @@ from torch import Tensor
 import specvis_kernels
 from benchmarks.ops import ROWS
 from specvis_kernels import _define
-from tests.kernels import inputs
+from tests import cases
 
 ROOT = Path(__file__).parent.parent
 OPS = specvis_kernels.ops()
@@ -27,7 +27,7 @@ FILES = {"oracle": "specvis_kernels/{}.py", "cpu": "csrc/cpu/{}.cpp", "cuda": "c
          "cuda_emulated": "csrc/cuda/{}.cu", "triton": "specvis_kernels/triton/{}.py"}  # backend -> the file of an op
 PACKAGE = Path(specvis_kernels.__file__).parent
 HERE = {"oracle"} | ({"triton"} if find_spec("triton") else set())
-if inputs.DEVICE == "cuda":
+if cases.DEVICE == "cuda":
     HERE |= {"cuda"} if (PACKAGE / "_ops_cuda.so").exists() else set()
 else:
     HERE |= {"cpu"} if (PACKAGE / "_ops.so").exists() else set()
@@ -38,9 +38,9 @@ else:
 def test_an_op_has_the_backends_of_its_files(op):
     """tests/test_documents.py compares the files with the table of ops."""
     there = {backend for backend, file in FILES.items() if (ROOT / file.format(op)).exists()}
-    assert set(specvis_kernels.backends(op, inputs.DEVICE)) == there & HERE and "oracle" in there
+    assert set(specvis_kernels.backends(op, cases.DEVICE)) == there & HERE and "oracle" in there
     assert (ROOT / f"tests/kernels/test_{op}.py").exists()
-    assert op in inputs.CASES and op in ROWS
+    assert op in cases.CASES and op in ROWS
 
 
 def test_files_of_kernels_have_the_names_of_ops():

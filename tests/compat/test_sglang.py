@@ -6,7 +6,7 @@ import torch
 
 from specvis_kernels import INVALID_TREE
 from specvis_kernels.compat import sglang
-from tests.kernels.inputs import DEVICE
+from tests.cases import DEVICE
 
 
 def plain_build(parent_list, selected, length, topk):

@@ -12,7 +12,7 @@ import torch
 from specvis_kernels import philox_uniforms
 from specvis_kernels.compat import _versions
 from specvis_kernels.compat.vllm import STREAM, probabilistic_rejection_sample, rejection_sample
-from tests.kernels.inputs import DEVICE
+from tests.cases import DEVICE
 
 V, S = 4, 2
 g = torch.Generator().manual_seed(0)

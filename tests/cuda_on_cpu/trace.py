@@ -19,8 +19,7 @@ import torch
 import specvis_kernels
 from benchmarks import harness
 from benchmarks.ops import ROWS, format_case
-from tests import cuda_on_cpu
-from tests.kernels import inputs
+from tests import cases, cuda_on_cpu
 
 TRACED = cuda_on_cpu.BUILD / "cuda_on_cpu_traced"
 BOUNDS = cuda_on_cpu.HERE / "bounds.json"
@@ -87,7 +86,7 @@ def ratio(record: dict, what: str) -> float:
     return record[f"{what}_bytes"] / max(1, record[f"{what}_distinct_bytes"])
 
 
-def cases(op: str, every: bool) -> list:
+def cases_of(op: str, every: bool) -> list:
     """The sizes of benchmarks/ops.py: of its rows those with the smallest batch, or every one."""
     rows = ROWS[op][0]
     return [case for case in rows if every or case[0] == min(row[0] for row in rows)]
@@ -136,7 +135,7 @@ def lines_of(path: Path, addresses: list) -> dict:
 
 def trace(op: str, case: tuple) -> list:
     """A record for each launch, in a process that has registered a traced library."""
-    args, kwargs = getattr(inputs, op)(*case)
+    args, kwargs = getattr(cases, op)(*case)
     take()
     getattr(specvis_kernels, op)(*args, **kwargs, backend="cuda_emulated")
     records = [{"op": op, "shape": format_case(case), **record} for record in take()]
@@ -194,7 +193,7 @@ def main(arguments=None) -> bool:
         if op not in known:
             parser.error(f"no op {op!r}, only {', '.join(known)}")
     ops = options.ops or known
-    records = run(build(ops), [(op, case) for op in ops for case in cases(op, options.every)])
+    records = run(build(ops), [(op, case) for op in ops for case in cases_of(op, options.every)])
     show(records, options.sites)
     print(LEGEND)
     if options.json:

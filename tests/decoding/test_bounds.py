@@ -16,6 +16,7 @@ from specvis.decoding.bounds import (
     vanilla_residual,
 )
 from specvis_kernels import backends, neighborhood_sum, verify_tree
+from tests.cases import DEVICE
 from tests.decoding.theory import (
     expected_length,
     neighborhood,
@@ -27,7 +28,6 @@ from tests.decoding.theory import (
     tv_bound,
     vanilla,
 )
-from tests.kernels.inputs import DEVICE
 
 V, L, DRAWS = 5, 3, 40_000
 BACKENDS = [backend for backend in backends("verify_tree", DEVICE) if backend in ("cpu", "cuda", "oracle")]

@@ -11,6 +11,7 @@ from specvis_kernels._gaussian import VARIANTS
 from specvis_kernels.codebook_neighbors import METRICS
 from specvis_kernels.neighborhood_sum import CUTOFFS
 from specvis_kernels.tree_mask import FORMS
+from tests import cases
 from tests.fuzz.maker import FLOATS, REFUSED, ROWS, TURN, Maker
 from tests.fuzz.values import (
     DELTAS,
@@ -22,7 +23,6 @@ from tests.fuzz.values import (
     TEMPERATURES,
     bits_of,
 )
-from tests.kernels import inputs
 
 MOST_SHOWN = 256       # elements of a tensor whose numbers are printed
 MOST_EMULATED = 2**16  # elements of a tensor: larger ones would take a minute with sanitizers
@@ -172,7 +172,7 @@ def tree_paths(d):
 
 def tree_from_mask(d):
     N = d.nodes()
-    mask = bits_of(inputs.ancestors_of(d.parents(d.batch(N), N)[:, 1:]))[..., :N]
+    mask = bits_of(cases.ancestors_of(d.parents(d.batch(N), N)[:, 1:]))[..., :N]
     if d.chance(0.6):
         mask = mask ^ (d.uniform(*mask.shape) < d.pick(0.001, 0.02, 0.5))
     dtype = d.pick(torch.bool, torch.bool, torch.int64, torch.float32)
@@ -198,7 +198,7 @@ def tree_from_paths(d):
 def tree_mask(d):
     N = d.nodes() if d.size != "small" or d.chance(0.8) else d.pick(63, 64, 65, 70)
     B = d.batch(N)
-    ancestors = d.hurt(inputs.ancestors_of(d.parents(B, N)[:, 1:]), INT64)
+    ancestors = d.hurt(cases.ancestors_of(d.parents(B, N)[:, 1:]), INT64)
     columns = d.pick(N, 1, N + 1, N + 7, N + 40, 2 * N + 3)
     lengths = d.hurt(d.below(columns + 2, B, dtype=torch.int32), INT32) if d.chance(0.7) else None
     start = d.below(columns + 2, B, low=-2) if d.chance(0.4) else None
@@ -212,7 +212,7 @@ def tree_attention(d):
     B, heads = min(d.batch(N), 64), d.pick(1, 2, 3)
     R, T = B * d.pick(1, 2, 3), d.pick(1, N, N + 5, N + 33)
     dtype = d.pick(*FLOATS)
-    ancestors = d.hurt(torch.nn.functional.pad(inputs.ancestors_of(d.parents(B, N)[:, 1:]), (0, W - 1)), INT64)
+    ancestors = d.hurt(torch.nn.functional.pad(cases.ancestors_of(d.parents(B, N)[:, 1:]), (0, W - 1)), INT64)
     lengths = d.hurt(d.below(T + 1, B), (T, T + 1, -1, *INT64), 0.4)
     scale = d.pick(None, None, 0.0, 1.0, -1.0)
     k, v = d.normal(2, R, T, Hkv, D)
@@ -231,7 +231,7 @@ def decoder_layers(d):
     N, B = d.nodes(9), d.r.randint(1, 3)
     options = {"dtype": d.pick(torch.float32, torch.bfloat16), "first": d.pick(0, 0, 2), "mask": d.chance(0.4),
                "halves": d.chance(0.5), "extra": d.chance(0.4), "norm": d.chance(0.7), "layers": d.pick(1, 2)}
-    args, kwargs = inputs.decoder_layers(B, N, d.pick(16, 48), heads, kv_heads, d.pick(16, 32), d.pick(1, 16, 40),
+    args, kwargs = cases.decoder_layers(B, N, d.pick(16, 48), heads, kv_heads, d.pick(16, 32), d.pick(1, 16, 40),
                                          options)
     named = dict(zip(("x", "layers", "kv_cache", "lengths", "ancestors", "positions", "rotations"), args)) | kwargs
     T = named["kv_cache"].shape[2]
@@ -263,7 +263,7 @@ def swiglu(d):
 def rotate_into_cache(d):
     N, B = d.nodes(9), d.r.randint(1, 3)
     options = {"dtype": d.pick(*FLOATS), "first": d.pick(0, 0, 2), "halves": d.chance(0.5)}
-    args, kwargs = inputs.rotate_into_cache(B, N, d.pick(1, 3), d.pick(1, 2), d.pick(2, 6, 32), options)
+    args, kwargs = cases.rotate_into_cache(B, N, d.pick(1, 3), d.pick(1, 2), d.pick(2, 6, 32), options)
     named = dict(zip(("qkv", "kv_cache", "lengths", "positions", "rotations"), args)) | kwargs
     return named | {"qkv": d.hurt(named["qkv"].float(), (torch.nan, torch.inf), 0.3).to(options["dtype"]),
                     **{name: d.hurt(named[name], INT64, 0.3) for name in ("lengths", "positions")}}
@@ -271,7 +271,7 @@ def rotate_into_cache(d):
 
 def denoise_tokens(d):
     T, P = d.r.randint(1, 4), d.pick(1, 2)
-    args, kwargs = inputs.denoise_tokens(d.r.randint(1, 20), T, d.pick(2, 4, 10), P, d.pick(16, 32, 48), d.pick(1, 2))
+    args, kwargs = cases.denoise_tokens(d.r.randint(1, 20), T, d.pick(2, 4, 10), P, d.pick(16, 32, 48), d.pick(1, 2))
     named = dict(zip(("noise", "z", "time", "network", "schedule"), args)) | kwargs
     del named["temperature"]  # a huge one lets the squares of norms overflow
     named |= {name: d.hurt(named[name], (torch.nan, torch.inf), 0.3) for name in ("noise", "z")}
@@ -281,7 +281,7 @@ def denoise_tokens(d):
 def transformer_blocks(d):
     options = {"dtype": d.pick(torch.float32, torch.bfloat16), "mask": d.chance(0.5), "layers": d.pick(1, 2),
                "wanted": d.pick(None, 1, 3, 9)}
-    args, kwargs = inputs.transformer_blocks(d.r.randint(1, 3), d.nodes(40), *d.pick((16, 1), (48, 3)), d.pick(16, 48),
+    args, kwargs = cases.transformer_blocks(d.r.randint(1, 3), d.nodes(40), *d.pick((16, 1), (48, 3)), d.pick(16, 48),
                                              options)
     named = dict(zip(("x", "blocks"), args)) | kwargs
     if "wanted" in named:
@@ -362,7 +362,7 @@ def commit_kv(d):
                "some_wrong": d.chance(0.5)}
     if not B and options["layout"] == "paged":
         options["layout"] = "rows"
-    (caches, nodes, num_accepted, lengths), named = inputs.commit_kv(B, N, P, options)
+    (caches, nodes, num_accepted, lengths), named = cases.commit_kv(B, N, P, options)
     named |= {"caches": caches, "accepted_nodes": d.hurt(nodes, (N, *INT32, *range(min(N, 9)))),
               "num_accepted": d.hurt(num_accepted, (P + 1, *INT32)), "lengths": d.hurt(lengths, INT64)}
     if "start" in named:
@@ -374,7 +374,7 @@ def commit_kv(d):
 
 def commit_tokens(d):
     N, P, L = d.nodes(), d.pick(0, 1, 3, 6), d.pick(1, 2, 9, 30)
-    args, _ = inputs.commit_tokens(d.batch(), N, P, L, d.chance(0.7), N == 1 or d.chance(0.7))
+    args, _ = cases.commit_tokens(d.batch(), N, P, L, d.chance(0.7), N == 1 or d.chance(0.7))
     named = dict(zip(inspect.signature(specvis_kernels.commit_tokens).parameters, args))
     for name, bad in (("counts", (L, L - 1, *INT64)), ("num_accepted", (P + 1, *INT32)), ("status", INT32),
                       ("accepted_nodes", (N, *INT32)), ("depth", INT64), ("tv_excess", DELTAS),
@@ -516,7 +516,7 @@ def ops():
 def make(op, number):
     d = Maker(op, number)
     named = globals()[op](d)
-    written, rows = inputs.MUTATES.get(op, ()), rows_of(op, named)
+    written, rows = cases.MUTATES.get(op, ()), rows_of(op, named)
     for name, a in named.items():
         if isinstance(a, torch.Tensor) and name not in written:
             named[name] = d.layout(a, name in KEEPS.get(op, ()))

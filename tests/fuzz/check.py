@@ -5,9 +5,9 @@ from unittest.mock import patch
 
 import torch
 
+from tests import cases
+from tests.cases.comparing import run
 from tests.fuzz import valid
-from tests.kernels import inputs
-from tests.laws.test_every_op import run
 
 
 @dataclass
@@ -35,7 +35,7 @@ def difference(op, got, expected):
     if len(got) != len(expected):
         return f"{len(got)} outputs, the oracle has {len(expected)}"
     for i, (a, b) in enumerate(zip(got, expected)):
-        rtol, atol = inputs.TOLERANCES.get(op, {}).get(i, (0, 0))
+        rtol, atol = cases.TOLERANCES.get(op, {}).get(i, (0, 0))
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"output {i}: {a.dtype} {tuple(a.shape)}, the oracle's: {b.dtype} {tuple(b.shape)}"
         is_equal = torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=a.is_floating_point())

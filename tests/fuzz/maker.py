@@ -4,8 +4,8 @@ import torch
 from specvis_kernels._candidate import RESIDUALS
 from specvis_kernels._filters import FILTERS
 from specvis_kernels.neighborhood_sum import CUTOFFS
+from tests import cases
 from tests.fuzz.values import DELTAS, GUIDANCES, INT32, INT64, LOGITS, OMEGAS, TEMPERATURES, TOP_P, Values
-from tests.kernels import inputs
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 TURN = 32        # case numbers with these remainders are not the usual large batches of small rows
@@ -102,7 +102,7 @@ class Maker(Values):
     def tree(self, B, N, V):
         """tokens, first_child and next_sibling; links may lead anywhere."""
         shapes = self.parents(min(B, 40), N)
-        child, sibling = (links[self.below(len(shapes), B)] for links in inputs.links(shapes.clamp(min=-1)))
+        child, sibling = (links[self.below(len(shapes), B)] for links in cases.links(shapes.clamp(min=-1)))
         hurt = (N, *INT32, *range(min(N, 9)))
         tokens = self.tokens(V, B, N)
         if self.chance(0.5):  # siblings of one token

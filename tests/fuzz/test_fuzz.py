@@ -5,9 +5,9 @@ import torch
 
 import specvis_kernels
 from specvis_kernels import _define
+from tests.cases import DEVICE
+from tests.cases.comparing import as_tuple, same, tensors_of
 from tests.fuzz import cases, check
-from tests.kernels.inputs import DEVICE
-from tests.laws.test_every_op import as_tuple, same, tensors_of
 
 pytestmark = [pytest.mark.skipif(DEVICE != "cpu", reason="the cases are for backends that run on a CPU"),
               pytest.mark.filterwarnings("ignore")]

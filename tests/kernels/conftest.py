@@ -4,10 +4,10 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from specvis_kernels import _define, backends
-from tests.kernels import inputs
-from tests.laws.test_every_op import same
+from tests import cases
+from tests.cases.comparing import same
 
-TRITON = ["triton"] if "triton" in backends("verify_tree", inputs.DEVICE) else []
+TRITON = ["triton"] if "triton" in backends("verify_tree", cases.DEVICE) else []
 
 
 def pytest_collection_modifyitems(config, items):
@@ -22,7 +22,7 @@ def backend(request, monkeypatch):
     """"oracle": each call is repeated on the other backends, which must give equal bits. Or "triton"."""
     used = set()
     for op, kernels in _define._kernels.items() if request.param == "oracle" else ():
-        names = [name for name in backends(op, inputs.DEVICE) if name not in ("oracle", "triton")]
+        names = [name for name in backends(op, cases.DEVICE) if name not in ("oracle", "triton")]
         monkeypatch.setitem(kernels, "oracle", repeated(op, dict(kernels), names, used))
     request.node.compared = used
     return request.param

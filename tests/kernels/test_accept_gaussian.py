@@ -7,9 +7,9 @@ import torch
 
 from specvis_kernels import INVALID_ROW, INVALID_RULE, accept_gaussian
 from specvis_kernels._gaussian import exp
-from tests.kernels import inputs
-from tests.kernels.inputs import DEVICE
-from tests.laws.test_every_op import same
+from tests import cases
+from tests.cases import DEVICE
+from tests.cases.comparing import same
 
 NAN, INF = float("nan"), float("inf")
 BELOW_ONE = 1 - 2.0**-24
@@ -60,14 +60,14 @@ def test_what_is_accepted_by_enumeration(backend):
     """Every pattern of three decisions, every number of drafts."""
     G = 3
     patterns = list(itertools.product([True, False], repeat=G))
-    cases = list(itertools.product(patterns, [-3, 0, 1, 2, 3, 9]))
-    S = tensor([[0.0 if yes else -2.0 for yes in pattern] for pattern, _ in cases])
-    num_drafted = torch.tensor([n for _, n in cases], dtype=torch.int32, device=DEVICE)
-    tokens, uniforms = torch.zeros(len(cases), G, 1, device=DEVICE), torch.full_like(S, 0.5)
+    tries = list(itertools.product(patterns, [-3, 0, 1, 2, 3, 9]))
+    S = tensor([[0.0 if yes else -2.0 for yes in pattern] for pattern, _ in tries])
+    num_drafted = torch.tensor([n for _, n in tries], dtype=torch.int32, device=DEVICE)
+    tokens, uniforms = torch.zeros(len(tries), G, 1, device=DEVICE), torch.full_like(S, 0.5)
     for truncate in (True, False):
         num_accepted, is_accepted, is_rejected, log_r, status = accept_gaussian(
             tokens, S, uniforms, variant="path", num_drafted=num_drafted, truncate=truncate, backend=backend)
-        for b, (pattern, n) in enumerate(cases):
+        for b, (pattern, n) in enumerate(tries):
             n = min(max(n, 0), G)
             first = next((g for g in range(n) if not pattern[g]), n)
             end = first + 1 if truncate else n
@@ -79,7 +79,7 @@ def test_what_is_accepted_by_enumeration(backend):
 
 
 def test_without_a_count_all_are_drafts(backend):
-    args, kwargs = inputs.accept_gaussian(3, 5, 2)
+    args, kwargs = cases.accept_gaussian(3, 5, 2)
     every = torch.full((3,), 5, dtype=torch.int32, device=DEVICE)
     for a, b in zip(accept_gaussian(*args, **kwargs, backend=backend),
                     accept_gaussian(*args, **kwargs, num_drafted=every, backend=backend)):
@@ -155,7 +155,7 @@ def test_exp_is_exp():
 
 
 def test_is_the_ratio_of_densities(backend):
-    args, _ = inputs.accept_gaussian(4, 6, 21)
+    args, _ = cases.accept_gaussian(4, 6, 21)
     tokens, S, _, *last_step = (a.double() for a in args)
     target, draft = (torch.distributions.Normal(mean, log_sigma.exp()) for mean, log_sigma in
                      (last_step[:2], last_step[2:]))
@@ -165,7 +165,7 @@ def test_is_the_ratio_of_densities(backend):
 
 def test_the_same_bits_in_any_batch_and_order(backend):
     B, G, C = (6, 5, 19) if backend == "triton" else (700, 9, 19)
-    args, _ = inputs.accept_gaussian(B, G, C)
+    args, _ = cases.accept_gaussian(B, G, C)
     together = accept_gaussian(*args, truncate=False, backend=backend)
     order = torch.randperm(B, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     for got, expected in zip(accept_gaussian(*(a[order] for a in args), truncate=False, backend=backend), together):
@@ -202,7 +202,7 @@ def test_the_same_bits_where_sums_cancel(backend):
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_a_bad_number_ends_its_request_alone(backend, which, bad):
     """log sigma = -inf is a sigma of 0, NaN what the logarithm of a negative one is."""
-    args, kwargs = inputs.accept_gaussian(3, 4, 17)
+    args, kwargs = cases.accept_gaussian(3, 4, 17)
     num_drafted = torch.tensor([4, 3, 4], dtype=torch.int32, device=DEVICE)
     clean = accept_gaussian(*args, **kwargs, num_drafted=num_drafted, backend=backend)
     broken = [a.clone() for a in args]

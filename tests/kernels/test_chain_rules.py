@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from specvis_kernels import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_TREE, verify_chain
-from tests.kernels.inputs import DEVICE, exact_probs, exact_uniforms
+from tests.cases import DEVICE, exact_probs, exact_uniforms
 
 ROW = [0.5, 0.25, 0.125, 0.125]
 LN2 = math.log(2)  # the entropy of 1/2, 1/4, 1/8 is 1.375 of it

@@ -4,7 +4,7 @@ import torch
 
 from specvis_kernels import codebook_neighbors
 from specvis_kernels.codebook_neighbors import BLOCK
-from tests.kernels.inputs import DEVICE
+from tests.cases import DEVICE
 
 
 def neighbors(codes, k, **kwargs):

@@ -4,8 +4,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from specvis_kernels import commit_kv
-from tests.kernels import inputs
-from tests.kernels.inputs import DEVICE
+from tests import cases
+from tests.cases import DEVICE
 
 T = 9
 
@@ -177,8 +177,8 @@ def test_says_which_argument_is_wrong(changes, message):
 def test_the_makers_nodes_move_and_some_requests_are_wrong():
     """The inputs make a comparison of backends worth something."""
     moved, left = 0, 0
-    for case in inputs.CASES["commit_kv"]:
-        args, kwargs = inputs.commit_kv(*case)
+    for case in cases.CASES["commit_kv"]:
+        args, kwargs = cases.commit_kv(*case)
         before = args[0].clone() if isinstance(args[0], torch.Tensor) else args[0][0].clone()
         lengths = commit_kv(*args, **kwargs, backend="oracle")
         after = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]

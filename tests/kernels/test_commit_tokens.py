@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 
 from specvis_kernels import EMPTY_RESIDUAL, INVALID_ROW, INVALID_TREE, commit_tokens
-from tests.kernels import inputs
-from tests.kernels.inputs import DEVICE
+from tests import cases
+from tests.cases import DEVICE
 
-WRITTEN = inputs.MUTATES["commit_tokens"]
+WRITTEN = cases.MUTATES["commit_tokens"]
 INT32 = ("accepted_nodes", "num_accepted", "status")
 
 

@@ -13,7 +13,7 @@ from specvis_kernels import (
     couple_tokens,
     verify_tree,
 )
-from tests.kernels.inputs import DEVICE, neighbor_table
+from tests.cases import DEVICE, neighbor_table
 
 NAN, INF = float("nan"), float("inf")
 P, Q = [0.5, 0.25, 0.125, 0.125], [0.25, 0.5, 0.25, 0.0]  # 8 4 2 2 and 4 8 4 0 sixteenths

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from specvis_kernels import DecoderLayer, backends, decoder_layers, pack_layers, tree_links
-from tests.kernels import inputs
+from tests import cases
 
-CPU = pytest.mark.skipif(inputs.DEVICE != "cpu", reason="only the CPU's kernel promises this")
+CPU = pytest.mark.skipif(cases.DEVICE != "cpu", reason="only the CPU's kernel promises this")
 
 
 def chain(n):
@@ -31,7 +31,7 @@ def read(x, layers, cache, widths, rotations, first=3):
 @CPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_bit_depends_on_nodes_batch_or_threads(dtype):
-    (x, layers, cache, _, _, _, rotations), _ = inputs.decoder_layers(1, 33, 192, 3, 3, 64, 500, {"dtype": dtype})
+    (x, layers, cache, _, _, _, rotations), _ = cases.decoder_layers(1, 33, 192, 3, 3, 64, 500, {"dtype": dtype})
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -52,7 +52,7 @@ def test_no_bit_depends_on_nodes_batch_or_threads(dtype):
 
 @CPU
 def test_a_tree_is_read_as_its_paths():
-    (x, layers, cache, _, _, _, rotations), _ = inputs.decoder_layers(1, 4, 64, 2, 1, 32, 64, {"dtype": torch.bfloat16})
+    (x, layers, cache, _, _, _, rotations), _ = cases.decoder_layers(1, 4, 64, 2, 1, 32, 64, {"dtype": torch.bfloat16})
     x[:, 3] = x[:, 1]  # a root with children 1 and 2; 3 is the child of 2
     parents = torch.tensor([[-1, 0, 0, 2]], dtype=torch.int32)
     at, depth = torch.tensor([5]), torch.tensor([[0, 1, 1, 2]])
@@ -63,7 +63,7 @@ def test_a_tree_is_read_as_its_paths():
 
 def test_is_a_llama_layer():
     """PyTorch's own operations in float64, with everything that a layer may have."""
-    (x, layers, cache, *_), _ = inputs.decoder_layers(1, 3, 64, 4, 2, 16, 40)
+    (x, layers, cache, *_), _ = cases.decoder_layers(1, 3, 64, 4, 2, 16, 40)
     g = torch.Generator().manual_seed(1)
     E, H, G, D = 64, 4, 2, 16
     w = {name: torch.randn(*size, generator=g) * size[1] ** -0.5 for name, size in {
@@ -94,10 +94,10 @@ def test_is_a_llama_layer():
 
 
 @CPU
-@pytest.mark.parametrize("backend", backends("decoder_layers", inputs.DEVICE))
+@pytest.mark.parametrize("backend", backends("decoder_layers", cases.DEVICE))
 @pytest.mark.parametrize("length", [-1, 2**63 - 1])
 def test_a_nan_stays_in_its_row_and_nothing_is_written_outside(length, backend):
-    args, kwargs = inputs.decoder_layers(2, 5, 64, 2, 2, 32, 64)
+    args, kwargs = cases.decoder_layers(2, 5, 64, 2, 2, 32, 64)
     x, layers, cache, _, ancestors, positions, rotations = args
     T, lengths = cache.shape[2], torch.tensor([cache.shape[2] - 2, length])  # three nodes have no column; no node has
     before = cache.clone()
@@ -118,16 +118,16 @@ def test_every_kind_of_processor(capability):
     best = torch.backends.cpu.get_cpu_capability()
     if capability.upper() not in SETS[:1 + SETS.index(best) if best in SETS else 1]:
         pytest.skip(f"this processor has {best}")
-    code = ("from tests.laws.test_every_op import *\n"
+    code = ("from tests import cases\nfrom tests.cases.comparing import *\n"
             "for op in ('decoder_layers', 'denoise_tokens', 'packed_linear', 'transformer_blocks', 'tree_attention'):\n"
-            "    for case in inputs.CASES[op]:\n"
+            "    for case in cases.CASES[op]:\n"
             "        args, kwargs = make(op, *case)\n"
             "        assert_agree(op, run(op, args, kwargs, 'cpu'), run(op, args, kwargs, 'oracle'))")
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"ATEN_CPU_CAPABILITY": capability})
 
 
 def test_refuses_what_does_not_fit():
-    args, kwargs = inputs.decoder_layers(1, 2, 64, 2, 1, 32, 64)
+    args, kwargs = cases.decoder_layers(1, 2, 64, 2, 1, 32, 64)
     named = dict(zip(("x", "layers", "kv_cache", "lengths", "ancestors", "positions", "rotations"), args)) | kwargs
     L, R, T = named["kv_cache"].shape[:3]
     by_hand = [("layers", args[1]._replace(**{name: value}), message) for name, value, message in (

@@ -5,15 +5,15 @@ import torch
 from specvis.models import layers
 from specvis.models.diffloss import DiffLoss
 from specvis_kernels import DenoiserBlock, denoise_tokens, pack_denoiser
-from tests.kernels import inputs
+from tests import cases
 
-CPU = pytest.mark.skipif(inputs.DEVICE != "cpu", reason="only the CPU's kernel promises this")
+CPU = pytest.mark.skipif(cases.DEVICE != "cpu", reason="only the CPU's kernel promises this")
 
 
 @CPU
 @pytest.mark.parametrize("rows", [1, 2])
 def test_no_bit_depends_on_tokens_or_threads(rows):
-    (noise, z, *others), kwargs = inputs.denoise_tokens(33, 7, 8, rows, 80, 2)
+    (noise, z, *others), kwargs = cases.denoise_tokens(33, 7, 8, rows, 80, 2)
     guidance = kwargs.pop("guidance", torch.ones(33))
 
     def run(part, backend=None):
@@ -78,7 +78,7 @@ def test_follows_its_weights():
 
 @CPU
 def test_a_nan_stays_in_its_token():
-    (noise, z, *others), kwargs = inputs.denoise_tokens(5, 3, 4, 2, 32, 1)
+    (noise, z, *others), kwargs = cases.denoise_tokens(5, 3, 4, 2, 32, 1)
     clean = denoise_tokens(noise, z, *others, **kwargs)
     z[2, 1, 3] = torch.nan
     hurt = denoise_tokens(noise, z, *others, **kwargs)
@@ -88,7 +88,7 @@ def test_a_nan_stays_in_its_token():
 
 
 def test_refuses_what_does_not_fit():
-    args, kwargs = inputs.denoise_tokens(2, 3, 4, 2, 32, 1)
+    args, kwargs = cases.denoise_tokens(2, 3, 4, 2, 32, 1)
     named = dict(zip(("noise", "z", "time", "network", "schedule"), args)) | kwargs
     for name, value, message in (
             ("noise", named["noise"].double(), "noise must be float32 .*, got float64"),

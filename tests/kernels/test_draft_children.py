@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from specvis_kernels import INVALID_ROW, backends, draft_children, draw_children, draw_tokens, expand_tree, guided_probs
-from tests.kernels.inputs import DEVICE
+from tests.cases import DEVICE
 
 INF, NAN = math.inf, math.nan
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from specvis_kernels import INVALID_ROW, backends, draft_frontier, expand_tree, guided_probs, tree_links
-from tests.kernels.inputs import DEVICE
+from tests.cases import DEVICE
 
 INF, NAN = math.inf, math.nan
 

@@ -9,7 +9,7 @@ import torch
 from specvis_kernels import INVALID_ROW, backends, draw_children, draw_tokens, verify_tree
 from specvis_kernels._numbers import log
 from specvis_kernels.noise import GUMBEL_STREAM, philox_words
-from tests.kernels.inputs import DEVICE, links
+from tests.cases import DEVICE, links
 
 BACKENDS = backends("draw_children", DEVICE)
 NAN, INF = float("nan"), float("inf")

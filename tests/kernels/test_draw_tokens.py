@@ -7,7 +7,7 @@ import torch
 from specvis_kernels import INVALID_ROW, backends, draw_tokens, guided_probs, gumbel_noise
 from specvis_kernels._numbers import exp, log, log1p_of_negative
 from specvis_kernels.noise import philox_words
-from tests.kernels.inputs import DEVICE
+from tests.cases import DEVICE
 
 INF, NAN = math.inf, math.nan
 

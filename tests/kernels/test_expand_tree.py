@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specvis_kernels import INVALID_ROW, backends, expand_tree
-from tests.kernels.inputs import DEVICE, exact_probs
+from tests.cases import DEVICE, exact_probs
 
 INF, NAN = math.inf, math.nan
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specvis_kernels import OUT_OF_TRIES, accept_gaussian, backends, resample_gaussian
-from tests.kernels.inputs import DEVICE
+from tests.cases import DEVICE
 
 BACKEND = "cpu" if "cpu" in backends("accept_gaussian", DEVICE) else backends("accept_gaussian", DEVICE)[0]
 SAMPLES, ACCEPT_ABOVE, REJECT_BELOW = 10**6, 1e-4, 1e-30

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from specvis_kernels import backends, couple_tokens
-from tests.kernels.inputs import DEVICE
+from tests.cases import DEVICE
 from tests.kernels.test_losslessness import grid, normalized, rule, total_variation
 
 BACKENDS = [backend for backend in backends("couple_tokens", DEVICE) if backend != "triton" or DEVICE != "cpu"]

@@ -16,8 +16,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from specvis_kernels import backends, sample_residual, verify_tree
-from tests.kernels.inputs import DEVICE, links
-from tests.laws.test_every_op import assert_agree
+from tests.cases import DEVICE, links
+from tests.cases.comparing import assert_agree
 
 MOST_EMULATED = 1000  # cells of a grid
 BACKENDS = [backend for backend in backends("verify_tree", DEVICE) if backend != "triton" or DEVICE != "cpu"]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from specvis_kernels import INVALID_ROW, INVALID_TREE, backends, neighborhood_sum
-from tests.kernels.inputs import DEVICE, neighbor_table
+from tests.cases import DEVICE, neighbor_table
 
 BACKENDS = backends("neighborhood_sum", DEVICE)
 NAN, INF = float("nan"), float("inf")

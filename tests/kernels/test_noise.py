@@ -7,7 +7,7 @@ import torch
 
 from specvis_kernels import gumbel_noise
 from specvis_kernels.noise import to_gumbel
-from tests.kernels.inputs import DEVICE
+from tests.cases import DEVICE
 
 if not find_spec("triton") or DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton, and a GPU or its interpreter", allow_module_level=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specvis_kernels import backends, pack_weight, packed_linear
-from tests.kernels import inputs
+from tests import cases
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -18,14 +18,14 @@ def test_is_a_linear_layer_whose_rows_do_not_depend_on_each_other(dtype):
     y = packed_linear(x, pack_weight(weight), 100, bias)
     assert y.dtype == torch.float32
     torch.testing.assert_close(y, torch.nn.functional.linear(x.float(), weight.float(), bias), rtol=1e-5, atol=2e-5)
-    if inputs.DEVICE == "cpu":
+    if cases.DEVICE == "cpu":
         for rows in range(1, 40):
             assert torch.equal(packed_linear(x[:, :rows], pack_weight(weight), 100, bias), y[:, :rows])
         one_less = packed_linear(x[..., :64], pack_weight(weight[:, :64].contiguous()), 100, bias)
         assert not torch.equal(one_less, y)
 
 
-@pytest.mark.skipif(inputs.DEVICE != "cpu", reason="of threads on a CPU")
+@pytest.mark.skipif(cases.DEVICE != "cpu", reason="of threads on a CPU")
 def test_every_thread_knows_denormal_numbers():
     weight, x = pack_weight(torch.full((4096, 1024), 1e-20)), torch.full((256, 1024), 1e-22)
     threads = torch.get_num_threads()

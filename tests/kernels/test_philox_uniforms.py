@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from specvis_kernels import philox_uniforms, philox_words
-from tests.kernels.inputs import DEVICE
+from tests.cases import DEVICE
 
 
 def test_the_published_numbers():

@@ -16,7 +16,7 @@ import torch
 from specvis_kernels import EMPTY_RESIDUAL, backends, verify_tree
 from specvis_kernels._candidate import EMPTY, RESIDUALS
 from specvis_kernels.neighborhood_sum import CUTOFFS
-from tests.kernels.inputs import DEVICE, links, neighbor_table
+from tests.cases import DEVICE, links, neighbor_table
 
 BACKENDS = [backend for backend in backends("verify_tree", DEVICE) if backend != "triton" or DEVICE != "cpu"]
 PAGE = Path(__file__).parent.parent.parent / "docs" / "verification.md"

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from specvis_kernels import INVALID_ROW, INVALID_RULE, OUT_OF_TRIES, accept_gaussian, resample_gaussian
-from tests.kernels import inputs
-from tests.kernels.inputs import DEVICE
-from tests.laws.test_every_op import same
+from tests import cases
+from tests.cases import DEVICE
+from tests.cases.comparing import same
 
 NAN, INF = float("nan"), float("inf")
 DRAFT, FALLBACK = 9.0, 8.0
@@ -136,7 +136,7 @@ def test_an_undefined_temperature_resamples_nothing(backend, temperature):
 def test_tests_a_try_as_accept_gaussian_tests_a_draft(backend):
     """An accepted try with uniform u, and no other, has u < 1 - exp(-log_r) for accept_gaussian's log_r of it."""
     B, G, C, M = (12, 3, 18, 5) if backend == "triton" else (300, 3, 18, 5)
-    args, _ = inputs.resample_gaussian(B, G, C, M)
+    args, _ = cases.resample_gaussian(B, G, C, M)
     tokens, is_accepted, is_rejected, normals, S, uniforms, fallback, *last_step = args
     new_tokens, num_tries, status = resample_gaussian(*args, backend=backend)
     rejected_tries = 0
@@ -153,7 +153,7 @@ def test_tests_a_try_as_accept_gaussian_tests_a_draft(backend):
 
 
 def test_one_position_of_each_request_may_be_gathered(backend):
-    args, _ = inputs.resample_gaussian(4, 3, 18, 5)
+    args, _ = cases.resample_gaussian(4, 3, 18, 5)
     which = torch.tensor([2, 0, 1, 2], device=DEVICE)
     part = [a[torch.arange(4), which].unsqueeze(1) for a in args]
     for got, expected in zip(resample_gaussian(*part, backend=backend), resample_gaussian(*args, backend=backend)):
@@ -162,7 +162,7 @@ def test_one_position_of_each_request_may_be_gathered(backend):
 
 def test_the_same_bits_in_any_batch_and_order(backend):
     B = 5 if backend == "triton" else 300
-    args, _ = inputs.resample_gaussian(B, 4, 19, 12)
+    args, _ = cases.resample_gaussian(B, 4, 19, 12)
     together = resample_gaussian(*args, backend=backend)
     order = torch.randperm(B, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     for got, expected in zip(resample_gaussian(*(a[order] for a in args), backend=backend), together):

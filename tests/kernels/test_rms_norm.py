@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from specvis_kernels import rms_norm
-from tests.kernels.inputs import DEVICE
+from tests.cases import DEVICE
 
 NAN, INF = float("nan"), float("inf")
 

@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from specvis_kernels import rotate_into_cache
-from tests.kernels import inputs
-from tests.kernels.inputs import DEVICE
+from tests import cases
+from tests.cases import DEVICE
 
 HALF_TURN = torch.tensor([[[1., 0.], [1., 0.]], [[-1., 0.], [0., 1.]]])  # position 1: by a half and a quarter
 
@@ -23,7 +23,7 @@ def test_pairs_turn_by_their_positions_and_values_do_not(halves, turned, backend
 
 
 def test_a_column_outside_the_cache_is_not_written(backend):
-    (qkv, cache, _, positions, rotations), _ = inputs.rotate_into_cache(2, 3, 1, 1, 4)
+    (qkv, cache, _, positions, rotations), _ = cases.rotate_into_cache(2, 3, 1, 1, 4)
     T = cache.shape[1]
     for length, written in ((0, range(3)), (T - 1, (T - 1,)), (T, ()), (-1, ()), (2**63 - 1, ()), (-2**63, ())):
         new = torch.full_like(cache, 9.0)
@@ -35,7 +35,7 @@ def test_a_column_outside_the_cache_is_not_written(backend):
 
 
 def test_equals_complex_products():
-    (qkv, cache, lengths, positions, rotations), kwargs = inputs.rotate_into_cache(2, 7, 4, 2, 20)
+    (qkv, cache, lengths, positions, rotations), kwargs = cases.rotate_into_cache(2, 7, 4, 2, 20)
     q = rotate_into_cache(qkv, cache, lengths, positions, rotations, **kwargs)
     turns = torch.view_as_complex(rotations[positions.clamp(0, len(rotations) - 1)]).repeat(2, 1, 1)[:, :, None]
     expected = torch.view_as_complex(qkv[..., :80].reshape(4, 7, 4, 10, 2)) * turns

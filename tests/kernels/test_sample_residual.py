@@ -11,7 +11,7 @@ from specvis_kernels import (
     sample_residual,
     verify_tree,
 )
-from tests.kernels.inputs import DEVICE
+from tests.cases import DEVICE
 
 BACKENDS = backends("sample_residual", DEVICE)
 NAN, INF = float("nan"), float("inf")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specvis_kernels import INVALID_TREE, expand_tree, select_tree, tree_links
-from tests.kernels.inputs import DEVICE, exact_probs
+from tests.cases import DEVICE, exact_probs
 
 INF, NAN = math.inf, math.nan
 

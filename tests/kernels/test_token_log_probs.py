@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from specvis_kernels import INVALID_ROW, guided_probs, token_log_probs
-from tests.kernels import inputs
-from tests.kernels.inputs import DEVICE
+from tests import cases
+from tests.cases import DEVICE
 
 INF = math.inf
 ROW = [8, 4, 2, 1, 1]  # /16
@@ -73,10 +73,10 @@ def test_agrees_with_float64(backend, V, temperature):
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", inputs.CASES["token_log_probs"])
+@pytest.mark.parametrize("case", cases.CASES["token_log_probs"])
 def test_are_the_logarithms_of_guided_probs(backend, case):
     """As a loop would look them up. At temperature 0 `sampled` has the likeliest tokens."""
-    (*args, tokens), kwargs = inputs.token_log_probs(*case)
+    (*args, tokens), kwargs = cases.token_log_probs(*case)
     rows, temperature, (B, N, V) = kwargs.pop("rows"), args[3][:, None, None], args[0].shape
     got = token_log_probs(*args, tokens, rows=rows, **kwargs, backend=backend)
     rows = torch.arange(N, device=DEVICE).expand(B, N) if rows is None else rows
@@ -89,7 +89,7 @@ def test_are_the_logarithms_of_guided_probs(backend, case):
 
 
 def test_only_rows_of_tokens_are_read(backend):
-    args, kwargs = inputs.token_log_probs(2, 3, 33, 2)
+    args, kwargs = cases.token_log_probs(2, 3, 33, 2)
     rows = torch.tensor([[0, -1], [2, 0]], device=DEVICE)
     clean = token_log_probs(*args, **kwargs | {"rows": rows}, backend=backend)
     hurt = args[0].clone()

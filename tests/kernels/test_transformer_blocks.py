@@ -6,15 +6,15 @@ import specvis_kernels
 from specvis.models import layers
 from specvis.models.mar import MAR, MARConfig
 from specvis_kernels import TransformerBlock, pack_blocks, transformer_blocks
-from tests.kernels import inputs
+from tests import cases
 
-CPU = pytest.mark.skipif(inputs.DEVICE != "cpu", reason="only the CPU's kernel promises this")
+CPU = pytest.mark.skipif(cases.DEVICE != "cpu", reason="only the CPU's kernel promises this")
 
 
 @CPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_bit_depends_on_rows_wanted_or_threads(dtype):
-    (x, blocks), kwargs = inputs.transformer_blocks(5, 130, 48, 3, 80, {"dtype": dtype, "mask": True})
+    (x, blocks), kwargs = cases.transformer_blocks(5, 130, 48, 3, 80, {"dtype": dtype, "mask": True})
     mask, threads = kwargs["key_mask"], torch.get_num_threads()
     wanted = torch.randint(130, (5, 7), generator=torch.Generator().manual_seed(0))
     try:
@@ -53,7 +53,7 @@ def test_is_what_the_modules_compute(dtype, atol, monkeypatch):
 
 @CPU
 def test_a_row_that_sees_nothing_and_a_nan():
-    (x, blocks), _ = inputs.transformer_blocks(3, 9, 16, 1, 16, {"layers": 1})
+    (x, blocks), _ = cases.transformer_blocks(3, 9, 16, 1, 16, {"layers": 1})
     mask = torch.ones(3, 9, dtype=torch.bool)
     mask[1], mask[2, 3:] = False, False
     clean = transformer_blocks(x, blocks, key_mask=mask)
@@ -63,15 +63,15 @@ def test_a_row_that_sees_nothing_and_a_nan():
     assert hurt[2, 5].isnan().all() and torch.equal(hurt[2, :5], clean[2, :5]) and torch.equal(hurt[:2], clean[:2])
 
 
-@pytest.mark.parametrize("backend", specvis_kernels.backends("transformer_blocks", inputs.DEVICE))
+@pytest.mark.parametrize("backend", specvis_kernels.backends("transformer_blocks", cases.DEVICE))
 def test_nothing_may_be_wanted(backend):
-    (x, blocks), _ = inputs.transformer_blocks(2, 5, 32, 2, 48)
+    (x, blocks), _ = cases.transformer_blocks(2, 5, 32, 2, 48)
     nothing = torch.zeros(2, 0, dtype=torch.int64, device=x.device)
     assert transformer_blocks(x, blocks, wanted=nothing, backend=backend).shape == (2, 0, 32)
 
 
 def test_refuses_what_does_not_fit():
-    (x, blocks), _ = inputs.transformer_blocks(2, 5, 32, 2, 48)
+    (x, blocks), _ = cases.transformer_blocks(2, 5, 32, 2, 48)
     for named, message in (
             ({"x": x.bfloat16()}, "blocks.matrices must be bfloat16 .*, got float32"),
             ({"x": x[..., :16]}, r"blocks.matrices must be float32 \(L=2, m=\d+\)"),

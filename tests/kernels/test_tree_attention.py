@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from specvis_kernels import backends, tree_attention, tree_links
-from tests.kernels import inputs
-from tests.kernels.inputs import DEVICE
+from tests import cases
+from tests.cases import DEVICE
 
 BACKENDS = backends("tree_attention", DEVICE)
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -207,7 +207,7 @@ def test_heads_that_are_too_wide_are_refused():
 
 def test_the_makers_trees_branch_and_lengths_differ():
     """The inputs make a comparison of backends worth something."""
-    for case in inputs.CASES["tree_attention"][1:]:
-        (q, k, _, lengths, ancestors), _ = inputs.tree_attention(*case)
+    for case in cases.CASES["tree_attention"][1:]:
+        (q, k, _, lengths, ancestors), _ = cases.tree_attention(*case)
         assert len(set(lengths.tolist())) == min(len(lengths), 3) and not k.is_contiguous()
         assert not ancestors.equal(chain(q.shape[1]).expand_as(ancestors))

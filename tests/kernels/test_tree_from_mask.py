@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from specvis_kernels import INVALID_TREE, tree_from_mask, tree_links, tree_mask
-from tests.kernels.inputs import DEVICE
+from tests.cases import DEVICE
 
 
 def parents(rows, backend):

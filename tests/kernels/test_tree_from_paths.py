@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from specvis_kernels import INVALID_TREE, tree_from_paths, tree_links
-from tests.kernels.inputs import DEVICE
+from tests.cases import DEVICE
 
 
 def parents(paths, num_nodes, backend, dtype=torch.int64):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from specvis_kernels import INVALID_TREE, tree_links
-from tests.kernels.inputs import DEVICE
+from tests.cases import DEVICE
 
 
 def links(*parents, backend=None):

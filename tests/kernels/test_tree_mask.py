@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specvis_kernels import tree_links, tree_mask
-from tests.kernels.inputs import DEVICE
+from tests.cases import DEVICE
 
 
 def ancestors_of(*trees):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from specvis_kernels import tree_from_paths, tree_links, tree_paths
-from tests.kernels.inputs import DEVICE
+from tests.cases import DEVICE
 
 
 def paths(*parents, max_depth=None, backend=None, dtype=torch.int32):

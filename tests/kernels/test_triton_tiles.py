@@ -9,13 +9,13 @@ import torch
 
 from benchmarks.baselines import attention_split
 from specvis_kernels import backends
-from tests.kernels import inputs
-from tests.laws.test_every_op import assert_agree, run
+from tests import cases
+from tests.cases.comparing import assert_agree, run
 
 K_AND_P = [(1.5, 1.0, 20, 0.8), (1.0, 0.0, 0, 1.0), (0.5, 2.0, 0, 0.9)]
 
 
-@pytest.mark.skipif("triton" not in backends("guided_probs", inputs.DEVICE), reason="needs Triton")
+@pytest.mark.skipif("triton" not in backends("guided_probs", cases.DEVICE), reason="needs Triton")
 @pytest.mark.parametrize("op, case", [
     ("guided_probs", (3, 2, 40, torch.float32, True, K_AND_P, "each")),
     ("guided_probs", (3, 1, 33, torch.bfloat16, True, K_AND_P, "all", "p_then_k")),
@@ -26,29 +26,29 @@ def test_rows_of_several_tiles(op, case, monkeypatch):
     from specvis_kernels.triton import _filters
     monkeypatch.setattr(_filters, "MAX_TILE", 16)
     monkeypatch.setattr(_filters, "MAX_BITS", 2)
-    args, kwargs = getattr(inputs, op)(*case)
+    args, kwargs = getattr(cases, op)(*case)
     assert_agree(op, *(run(op, args, kwargs, backend) for backend in ("triton", "oracle")))
 
 
-@pytest.mark.skipif("triton" not in backends("verify_tree", inputs.DEVICE), reason="needs Triton")
+@pytest.mark.skipif("triton" not in backends("verify_tree", cases.DEVICE), reason="needs Triton")
 @pytest.mark.parametrize("op, case", [
     (op, case)
     for op in ("couple_tokens", "draw_children", "neighborhood_sum", "sample_residual", "verify_chain", "verify_tree")
-    for case in inputs.CASES[op] if case[-1] is False and max(n for n in case if isinstance(n, int)) < 100
+    for case in cases.CASES[op] if case[-1] is False and max(n for n in case if isinstance(n, int)) < 100
     or isinstance(case[-1], dict) and case[-1].get("exact") is False])
 def test_inexact_rows_of_several_blocks(op, case, monkeypatch):
     from specvis_kernels.triton import _rows
     monkeypatch.setitem(_rows.MAX_BLOCK, "V", 4)
     monkeypatch.setitem(_rows.MAX_BLOCK, "k", 4)
-    args, kwargs = getattr(inputs, op)(*case)
+    args, kwargs = getattr(cases, op)(*case)
     assert_agree(op, *(run(op, args, kwargs, backend) for backend in ("triton", "oracle")))
 
 
-@pytest.mark.skipif("triton" not in backends("tree_attention", inputs.DEVICE), reason="needs Triton")
+@pytest.mark.skipif("triton" not in backends("tree_attention", cases.DEVICE), reason="needs Triton")
 def test_chunks_that_have_programs_of_their_own_give_the_same_bits(monkeypatch):
     """With many rows or few: the chunks end at 128 columns, one of them amid the nodes. SPLIT changes nothing."""
     kernels = importlib.import_module("specvis_kernels.triton.tree_attention")
-    args, kwargs = inputs.tree_attention(2, 20, 2, 1, 16, {"columns": 280, "lengths": [250, 3], "mask": True})
+    args, kwargs = cases.tree_attention(2, 20, 2, 1, 16, {"columns": 280, "lengths": [250, 3], "mask": True})
     results = []
     for multiprocessors, split in ((1, "kernels"), (99, "kernels"), (99, "never"), (99, "counter")):
         monkeypatch.setattr(kernels, "num_multiprocessors", lambda device, count=multiprocessors: count)

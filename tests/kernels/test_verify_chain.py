@@ -16,7 +16,7 @@ from specvis_kernels import (
 )
 from specvis_kernels._candidate import RESIDUALS
 from specvis_kernels.neighborhood_sum import CUTOFFS
-from tests.kernels.inputs import DEVICE, exact_probs, exact_uniforms, neighbor_table
+from tests.cases import DEVICE, exact_probs, exact_uniforms, neighbor_table
 
 BACKENDS = backends("verify_chain", DEVICE)
 ROW = [0.5, 0.25, 0.125, 0.125]

@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from specvis_kernels import INVALID_TREE, backends, verify_greedy, verify_tree
-from tests.kernels import inputs
-from tests.kernels.inputs import DEVICE, links
+from tests import cases
+from tests.cases import DEVICE, links
 
 BACKENDS = backends("verify_greedy", DEVICE)
 
@@ -129,5 +129,5 @@ def test_trees_have_a_node():
 def test_the_makers_paths_are_long_and_some_links_are_wrong():
     """The inputs make a comparison of backends worth something."""
     results = [verify_greedy(*args, **kwargs, backend="oracle")
-               for args, kwargs in (inputs.verify_greedy(*case) for case in inputs.CASES["verify_greedy"])]
+               for args, kwargs in (cases.verify_greedy(*case) for case in cases.CASES["verify_greedy"])]
     assert max(result.num_accepted.max() for result in results) > 2 and any(result.status.any() for result in results)

@@ -18,8 +18,8 @@ from specvis_kernels import (
     verify_logits,
     verify_tree,
 )
-from tests.kernels import inputs
-from tests.kernels.inputs import DEVICE, links, neighbor_table
+from tests import cases
+from tests.cases import DEVICE, links, neighbor_table
 
 NAN, INF = math.nan, math.inf
 ROW = [8, 4, 2, 2]  # proportions of the four tokens
@@ -234,9 +234,9 @@ def test_it_is_guided_probs_and_verify_tree(backend):
     laws = LAWS[::7] if backend in ("triton", "cuda_emulated") else LAWS
     for i, law in enumerate(laws):
         V, ids = (90, 300)[i % 2], [None, "each"][i % 3 == 1]
-        args, kwargs = inputs.verify_logits(3, 14, V, 4, law | {"branch": 3, "ranges": ids})
+        args, kwargs = cases.verify_logits(3, 14, V, 4, law | {"branch": 3, "ranges": ids})
         if ids:  # so that the rule that ranges add has no part: every token lies inside
-            parents = inputs.parents_of(*args[3:5])
+            parents = cases.parents_of(*args[3:5])
             for b, n in itertools.product(range(3), range(1, 14)):
                 own = kwargs["id_range"][b, parents[b, n]]
                 own[0], own[1] = torch.minimum(own[0], args[2][b, n]), torch.maximum(own[1], args[2][b, n] + 1)
@@ -256,7 +256,7 @@ def test_it_is_guided_probs_and_verify_tree(backend):
 @pytest.mark.parametrize("ranges", [None, "all", "each"])
 def test_with_seeds_it_is_draw_tokens_and_verify_greedy(backend, filters, ranges):
     settings = [(2.0, 1.0, 100, 0.9), (2.0, 0.0, 5, 0.5), (1.5, 1.5, 0, 1.0)]
-    args, kwargs = inputs.verify_logits(3, 20, 300, 4, {"seeds": True, "filters": filters, "ranges": ranges,
+    args, kwargs = cases.verify_logits(3, 20, 300, 4, {"seeds": True, "filters": filters, "ranges": ranges,
                                                         "branch": 3, "settings": settings})
     got, expected, row_status = both(args, kwargs, backend)
     path = torch.nn.functional.pad(got.accepted_nodes, (1, 0)).long()
@@ -274,7 +274,7 @@ def test_with_seeds_it_is_draw_tokens_and_verify_greedy(backend, filters, ranges
 def test_draws_of_long_rows_in_clusters(capability, multiprocessors, monkeypatch):
     monkeypatch.setenv("CUDA_ON_CPU_CAPABILITY", str(capability))
     monkeypatch.setenv("CUDA_ON_CPU_SMS", str(multiprocessors))
-    args, kwargs = inputs.verify_logits(3, 20, 4102, 4, {
+    args, kwargs = cases.verify_logits(3, 20, 4102, 4, {
         "seeds": True, "branch": 3, "dtype": torch.bfloat16,
         "settings": [(2.0, 1.0, 100, 0.9), (2.0, 0.0, 5, 0.5), (1.5, 1.5, 0, 1.0)]})
     got, expected, _ = both(args, kwargs, "cuda_emulated")
@@ -300,14 +300,14 @@ def test_an_invalid_row_ends_the_path_of_draws(backend):
 @pytest.mark.parametrize("options", [
     {}, {"k": 60, "residual": "relaxed", "num_draft_rows": 2}, {"seeds": True}, {"settings": [(1.5, 0.0, 0, 1.0)]}])
 def test_rows_that_are_not_visited_do_not_matter(backend, options):
-    args, kwargs = inputs.verify_logits(2, 14, 300, 4, {"branch": 3, "settings": [(2.0, 1.0, 100, 0.9)]} | options)
+    args, kwargs = cases.verify_logits(2, 14, 300, 4, {"branch": 3, "settings": [(2.0, 1.0, 100, 0.9)]} | options)
     expected = verify_logits(*args, **kwargs, backend=backend)
     logits = torch.full_like(args[0], NAN)
     for b in range(2):
         visited = [0, *expected.accepted_nodes[b, :expected.num_accepted[b]].tolist()]
         if "settings" in options:  # a greedy request looks at every accepted node, not only at one path
             probs = guided_probs(args[0], args[1], *args[6:]).probs[b]
-            parents = inputs.parents_of(*args[3:5])[b].tolist()
+            parents = cases.parents_of(*args[3:5])[b].tolist()
             accepted = {0}
             for n in range(1, 14):
                 if parents[n] in accepted and probs[parents[n]].argmax() == args[2][b, n]:
@@ -326,10 +326,10 @@ def test_rows_that_are_not_visited_do_not_matter(backend, options):
 
 def test_calls_leave_nothing_behind(backend):
     """A thread's memory is used again: wide and narrow rows, with and without filters, one after another."""
-    cases = [(1, 14, V, 3, {"branch": 3, "settings": [setting], "k": 9, "residual": residual, "num_draft_rows": M})
+    sizes = [(1, 14, V, 3, {"branch": 3, "settings": [setting], "k": 9, "residual": residual, "num_draft_rows": M})
              for V, setting, residual, M in itertools.product(
                  (40, 300), ((1.5, 1.0, 20, 1.0), (1.5, 1.0, 0, 1.0)), ("relaxed", "released"), (0, 1))]
-    made = [inputs.verify_logits(*case) for case in cases]
+    made = [cases.verify_logits(*case) for case in sizes]
     first = [verify_logits(*args, **kwargs, backend=backend) for args, kwargs in made]
     for (args, kwargs), expected in [*zip(made, first)][::-1]:
         for a, b in zip(verify_logits(*args, **kwargs, backend=backend), expected):

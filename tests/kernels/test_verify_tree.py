@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from specvis_kernels import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE, verify_tree
-from tests.kernels.inputs import DEVICE, links
+from tests.cases import DEVICE, links
 
 NAN, INF = float("nan"), float("inf")
 ROOT = Path(__file__).parent.parent.parent

@@ -30,12 +30,13 @@ from specvis_kernels import (
     verify_logits,
     verify_tree,
 )
-from tests.kernels import inputs
-from tests.kernels.inputs import DEVICE
-from tests.laws.test_every_op import EVERY, TAKES_ROWS, Recorder, as_tuple, by_name, make, run, same
+from tests import cases
+from tests.cases import DEVICE
+from tests.cases.comparing import Recorder, as_tuple, by_name, make, run, same
+from tests.laws.test_every_op import EVERY, TAKES_ROWS
 
 NAN, INF = float("nan"), float("inf")
-OPS = sorted(inputs.CASES)
+OPS = sorted(cases.CASES)
 PARAMETERS = {op: list(inspect.signature(getattr(specvis_kernels, op)).parameters) for op in OPS}
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
           torch.bool)
@@ -61,7 +62,7 @@ MAY_BE_NUMBERS = [(op, name) for op in OPS for name in SETTINGS if name in PARAM
 
 def cases_of(op):
     """The arguments of every case by name."""
-    for case in inputs.CASES[op]:
+    for case in cases.CASES[op]:
         written, others = by_name(op, *make(op, *case))
         yield written | others
 
@@ -86,12 +87,12 @@ def sizes_of(function, name, tensor):
 @pytest.mark.parametrize("op", OPS)
 def test_a_tensor_that_does_not_fit_is_named(op):
     """Dtypes that are not in the sentence, a dimension more, another size, another device, a number, no tensor."""
-    function, cases = getattr(specvis_kernels, op), {}
+    function, calls = getattr(specvis_kernels, op), {}
     for named in cases_of(op):
         for name in PARAMETERS[op]:
             if isinstance(named.get(name), torch.Tensor) and name != "caches":  # a list or a tensor of nearly any kind
-                cases.setdefault(name, named)
-    for i, (name, named) in enumerate(cases.items()):
+                calls.setdefault(name, named)
+    for i, (name, named) in enumerate(calls.items()):
         tensor = named[name]
         sizes = sizes_of(function, name, tensor)
         if (op, name) not in FORGIVING:
@@ -126,13 +127,13 @@ def test_an_unknown_backend(op):
         getattr(specvis_kernels, op)(**named_arguments(op), backend="fast")
 
 
-@pytest.mark.parametrize("op", [op for op in inputs.CASES if op != "codebook_neighbors"])
+@pytest.mark.parametrize("op", [op for op in cases.CASES if op != "codebook_neighbors"])
 def test_integers_of_either_dtype(op):
     """All integers at once; numbers beyond int32 are out of range as in int32."""
     turned = set()
     for named in cases_of(op):
         names = {name for name, a in named.items() if isinstance(a, torch.Tensor) and a.dtype in OTHER}
-        names -= {*STRICT, *inputs.MUTATES.get(op, ())}
+        names -= {*STRICT, *cases.MUTATES.get(op, ())}
         small = {name: named[name].clamp(-2**31, 2**31 - 1) for name in names}  # numbers of both dtypes
         expected = run(op, (), named | small)
         got = run(op, (), named | {name: a.to(OTHER[a.dtype]) for name, a in small.items()})
@@ -146,7 +147,7 @@ def test_integers_of_either_dtype(op):
     annotated = {*PARAMETERS[op]} & {
         "tokens", "positions", "seeds", "lengths", "start", "depth", "accepted_nodes", "num_accepted", "parents",
         "first_child", "next_sibling", "draft_row", "guesses", "groups", "width", "size", "root", "candidates"}
-    assert annotated - set(inputs.MUTATES.get(op, ())) - turned <= (
+    assert annotated - set(cases.MUTATES.get(op, ())) - turned <= (
         {"tokens"} if op in ("accept_gaussian", "resample_gaussian") else set())
 
 
@@ -182,7 +183,7 @@ def test_one_tree_for_all_requests(op):
 def test_what_fits_costs_nothing():
     """No copy, no conversion, no other kernel."""
     for op in ("verify_tree", "verify_greedy", "tree_attention", "commit_kv", "tree_mask"):
-        args, kwargs = make(op, *inputs.CASES[op][1])
+        args, kwargs = make(op, *cases.CASES[op][1])
         with Recorder() as recorder:
             getattr(specvis_kernels, op)(*args, **kwargs)
         assert recorder.names == [f"specvis_kernels::{op}"]
@@ -190,7 +191,7 @@ def test_what_fits_costs_nothing():
 
 def test_conversion_is_traced():
     """It is traced in one graph of torch.compile, in make_fx and by vmap."""
-    args, kwargs = make("verify_greedy", *inputs.CASES["verify_greedy"][1])
+    args, kwargs = make("verify_greedy", *cases.CASES["verify_greedy"][1])
     target_tokens, tokens, child, sibling = args
     expected = verify_greedy(target_tokens, tokens, *(a[:1].expand_as(a) for a in (child, sibling)), **kwargs)
 
@@ -229,7 +230,7 @@ def test_guidance_may_be_none_without_uncond(op):
 @pytest.mark.parametrize("op", ["verify_tree", "verify_logits", "verify_greedy"])
 def test_max_depth(op):
     """The default is as deep as a tree can be; NumPy's integers count."""
-    args, kwargs = make(op, *inputs.CASES[op][1])
+    args, kwargs = make(op, *cases.CASES[op][1])
     N = args[0].shape[1]
     assert all(map(same, run(op, args, kwargs | {"max_depth": None}), run(op, args, kwargs | {"max_depth": N - 1})))
     assert all(map(same, run(op, args, kwargs | {"max_depth": np.int64(2)}), run(op, args, kwargs | {"max_depth": 2})))
@@ -243,7 +244,7 @@ def test_a_default_of_one_node():
 
 
 def test_a_range_of_ids_in_numpys_integers():
-    args, kwargs = make("guided_probs", *inputs.CASES["guided_probs"][1])
+    args, kwargs = make("guided_probs", *cases.CASES["guided_probs"][1])
     ids = {"id_range": tuple(map(np.int64, kwargs["id_range"]))}
     assert all(map(same, run("guided_probs", args, kwargs | ids), run("guided_probs", args, kwargs)))
 
@@ -251,7 +252,7 @@ def test_a_range_of_ids_in_numpys_integers():
 def test_numbers_are_no_constants_of_a_compiled_graph():
     """torch.compile takes numbers too, in one graph."""
     torch._dynamo.reset()
-    args, _ = make("sample_residual", *inputs.CASES["sample_residual"][1])
+    args, _ = make("sample_residual", *cases.CASES["sample_residual"][1])
     compiled = torch.compile(lambda omega: sample_residual(*args, omega=omega), backend="aot_eager", fullgraph=True)
     for omega in (0.5, 0.75):
         assert all(map(same, compiled(omega), sample_residual(*args, omega=omega)))
@@ -343,7 +344,7 @@ def test_numbers_fit_into_float32(op, name):
 @pytest.mark.parametrize("op", sorted({op for op, _ in TAKES_ROWS}))
 def test_rows_have_a_limit(op):
     """Masses of more ids could leave 63 bits."""
-    (rows, *others), kwargs = make(op, *inputs.CASES[op][1])
+    (rows, *others), kwargs = make(op, *cases.CASES[op][1])
     rows = rows[..., :1].expand(*rows.shape[:-1], 2**19 + 1)
     with pytest.raises(ValueError, match=f"{PARAMETERS[op][0]} must have V <= 524288, got shape"):
         getattr(specvis_kernels, op)(rows, *others, **kwargs)
@@ -368,9 +369,9 @@ def test_an_error_of_the_device_is_the_ops_that_it_meets(monkeypatch, op, error,
     """The message says which op it was, and the next op does not meet the error again."""
     monkeypatch.setenv("CUDA_ON_CPU_ERROR", str(error))
     with pytest.raises(RuntimeError, match=says):
-        run(op, *make(op, *inputs.CASES[op][1]), "cuda_emulated")
+        run(op, *make(op, *cases.CASES[op][1]), "cuda_emulated")
     monkeypatch.delenv("CUDA_ON_CPU_ERROR")
-    run("tree_links", *make("tree_links", *inputs.CASES["tree_links"][1]), "cuda_emulated")
+    run("tree_links", *make("tree_links", *cases.CASES["tree_links"][1]), "cuda_emulated")
 
 
 @pytest.mark.parametrize("backend, says", [("cpu", "tree_mask: ValueError: not today"),
@@ -388,12 +389,12 @@ def test_not_every_failed_allocation_is_for_want_of_memory(monkeypatch, backend,
     library.impl("new_empty", refuse, "CPU")
     try:
         with pytest.raises(RuntimeError, match=says):
-            run("tree_mask", *make("tree_mask", *inputs.CASES["tree_mask"][1]), backend, check=False)
+            run("tree_mask", *make("tree_mask", *cases.CASES["tree_mask"][1]), backend, check=False)
     finally:
         library._destroy()
 
 
-@pytest.mark.parametrize("op, backend", [(op, backend) for op, backend in EVERY if op in inputs.MUTATES])
+@pytest.mark.parametrize("op, backend", [(op, backend) for op, backend in EVERY if op in cases.MUTATES])
 def test_what_is_written_to_shares_no_memory(op, backend):
     _, named, *_ = cases_of(op)
 

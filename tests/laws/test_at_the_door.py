@@ -14,17 +14,17 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from specvis_kernels import _define, backends
-from tests.kernels import inputs
-from tests.laws.test_every_op import Recorder, make, run, same, tensors_of
+from tests import cases
+from tests.cases.comparing import Recorder, make, run, same, tensors_of
 
-OPS = sorted(inputs.CASES)
+OPS = sorted(cases.CASES)
 HUGE = (2**31, -2**63)
 
 
 def raw_call(op):
     """(schema, arguments) of the op's case with the most tensors."""
     with Recorder() as recorder:
-        for case in inputs.CASES[op][1:]:
+        for case in cases.CASES[op][1:]:
             run(op, *make(op, *case))
     func, args, _ = max(recorder.own, key=lambda call: len(tensors_of(call[1])))
     return func._schema, args
@@ -114,12 +114,12 @@ def main(backend):
                     expected = call(kernels["oracle"], changed)
                     assert expected is not None, "the oracle refuses this"
                     for n, (a, b) in enumerate(zip(out, expected)):
-                        rtol, atol = inputs.TOLERANCES.get(op, {}).get(n, (0, 0))
+                        rtol, atol = cases.TOLERANCES.get(op, {}).get(n, (0, 0))
                         is_equal = torch.allclose(a, b, rtol, atol, equal_nan=True) if rtol or atol else same(a, b)
                         assert is_equal, f"output {n}: {a} and {b}"
 
 
-@pytest.mark.skipif(inputs.DEVICE == "cuda", reason="an access out of bounds would hurt the GPU's context")
+@pytest.mark.skipif(cases.DEVICE == "cuda", reason="an access out of bounds would hurt the GPU's context")
 @pytest.mark.parametrize("backend", ["cpu"])  # others that refuse it: tests/slow/test_asked_of_all.py
 def test_what_does_not_fit_is_refused_past_python_too(backend):
     if backend not in backends(OPS[-1]):

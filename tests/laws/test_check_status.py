@@ -28,7 +28,7 @@ from specvis_kernels import (
     verify_tree,
 )
 from specvis_kernels.status import MEANINGS
-from tests.kernels.inputs import DEVICE
+from tests.cases import DEVICE
 from tests.tiny import tiny_pipeline
 
 NAMES = {INVALID_ROW: "INVALID_ROW", INVALID_TREE: "INVALID_TREE", INVALID_RULE: "INVALID_RULE",

@@ -7,13 +7,14 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from tests.kernels import inputs
+from tests import cases
+from tests.cases.comparing import by_name, make, run, tensors_of
 from tests.laws.test_at_the_door import misaligned
-from tests.laws.test_every_op import BATCHED, EVERY, by_name, make, run, tensors_of
-from tests.laws.test_on_a_gpu import LARGE, all_same, next_request
+from tests.laws.test_every_op import BATCHED, EVERY
+from tests.laws.test_on_a_gpu import all_same, next_request
 
 CSRC = Path(__file__).parent.parent.parent / "csrc"
-LONG = LARGE | {  # enough numbers that torch and the C++ kernels divide them among threads
+LONG = cases.LARGE | {  # enough numbers that torch and the C++ kernels divide them among threads
     "accept_gaussian": [(40, 64, 16)],
     "codebook_neighbors": [(3000, 8, 50)],
     "couple_tokens": [(2, 6, 16384)],
@@ -26,14 +27,14 @@ LONG = LARGE | {  # enough numbers that torch and the C++ kernels divide them am
 }
 
 # Triton's interpreter takes its time; its kernels have the tests of test_every_op.py.
-FAST = [(op, backend) for op, backend in EVERY if backend != "triton" or inputs.DEVICE != "cpu"]
+FAST = [(op, backend) for op, backend in EVERY if backend != "triton" or cases.DEVICE != "cpu"]
 FAST_AND_BATCHED = [case for case in FAST if case in BATCHED]
 
 
 def of_three(op):
     """Three requests; the second case of an op without requests."""
-    case = inputs.CASES[op][1]
-    return make(op, *case) if op in inputs.UNBATCHED else make(op, 3, *case[1:])
+    case = cases.CASES[op][1]
+    return make(op, *case) if op in cases.UNBATCHED else make(op, 3, *case[1:])
 
 
 def permuted(arguments):
@@ -44,7 +45,7 @@ def permuted(arguments):
 def test_the_number_of_threads_is_all_the_same(op, backend):
     before = torch.get_num_threads()
     try:
-        for case in LONG.get(op, [inputs.CASES[op][-1]]):
+        for case in LONG.get(op, [cases.CASES[op][-1]]):
             args, kwargs = make(op, *case)
             results = []
             for threads in (1, 2, 4, 8):
@@ -58,7 +59,7 @@ def test_the_number_of_threads_is_all_the_same(op, backend):
 @pytest.mark.parametrize("op", [op for op, backend in EVERY if backend == "cuda_emulated"])
 def test_any_gpu_gives_the_same(op, monkeypatch):
     """Another order of threads and blocks, another number of multiprocessors, no clusters, less shared memory."""
-    for case in (inputs.CASES[op][1], inputs.CASES[op][-1]):
+    for case in (cases.CASES[op][1], cases.CASES[op][-1]):
         args, kwargs = make(op, *case)
         expected = run(op, args, kwargs, "cuda_emulated")
         for name, value in (("SEED", 7), ("SMS", 1), ("SMS", 24), ("CAPABILITY", 8), ("SHARED", 48 * 1024)):
@@ -88,11 +89,11 @@ def negative(a):
 
 @pytest.mark.parametrize("op, backend", EVERY)
 def test_the_layout_is_all_the_same(op, backend):
-    args, kwargs = make(op, *inputs.CASES[op][1])
+    args, kwargs = make(op, *cases.CASES[op][1])
     written, others = by_name(op, args, kwargs)
     expected = run(op, args, kwargs, backend)
     layouts = [with_gaps, reversed_in_memory, one_further, negative]
-    if inputs.DEVICE == "cpu":
+    if cases.DEVICE == "cpu":
         layouts.append(misaligned)
         if backend == "triton" and op not in ("commit_kv", "sample_residual"):  # two ops are enough in its interpreter
             layouts = layouts[:1]
@@ -112,7 +113,7 @@ def test_requests_may_be_one_in_memory(op, backend):
     assert all_same(run(op, (), written | expanded, backend), run(op, (), written | repeated, backend))
 
 
-@pytest.mark.parametrize("op", inputs.CASES)
+@pytest.mark.parametrize("op", cases.CASES)
 def test_traced_by_make_fx_it_is_the_same(op):
     """The numbers differ from the traced ones: none is a constant of the graph."""
     args, kwargs = of_three(op)
@@ -125,7 +126,7 @@ def test_traced_by_make_fx_it_is_the_same(op):
         return run(op, args, kwargs, check=False)
 
     traced = make_fx(call)(*[leaves[i] for i in places])
-    args, kwargs = (args, kwargs) if op in inputs.UNBATCHED else permuted((args, kwargs))
+    args, kwargs = (args, kwargs) if op in cases.UNBATCHED else permuted((args, kwargs))
     assert all_same(traced(*tensors_of((args, kwargs))), run(op, args, kwargs))
 
 

@@ -6,111 +6,44 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 import specvis_kernels
 from specvis_kernels import INVALID_ROW, backends
-from tests.kernels import inputs
+from tests import cases
+from tests.cases.comparing import Recorder, assert_agree, by_name, make, run, same, tensors_of
 
-TAKES_NEIGHBORS = [op for op in inputs.CASES
+TAKES_NEIGHBORS = [op for op in cases.CASES
                    if "neighbors" in inspect.signature(getattr(specvis_kernels, op)).parameters]
-EVERY = [(op, backend) for op in inputs.CASES for backend in backends(op, inputs.DEVICE)]
-BATCHED = [(op, backend) for op, backend in EVERY if op not in inputs.UNBATCHED]
+EVERY = [(op, backend) for op in cases.CASES for backend in backends(op, cases.DEVICE)]
+BATCHED = [(op, backend) for op, backend in EVERY if op not in cases.UNBATCHED]
 ROWS = {"logits", "probs", "draft_probs", "target_probs"}  # first arguments whose rows may be invalid
 TAKES_ROWS = [(op, backend) for op, backend in EVERY
               if next(iter(inspect.signature(getattr(specvis_kernels, op)).parameters)) in ROWS]
 
 
-class Recorder(TorchDispatchMode):
-    """`names` of all operations that are called, and `own`: those of this package, with their arguments."""
-
-    def __init__(self):
-        super().__init__()
-        self.names, self.own = [], []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name())
-        if func.namespace == specvis_kernels.__name__:
-            self.own.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def make(op, *sizes):
-    return getattr(inputs, op)(*sizes)
-
-
-def tensors_of(named):
-    return [a for a in tree_leaves(named) if isinstance(a, torch.Tensor)]
-
-
-def by_name(op, args, kwargs):
-    """(the arguments that the op writes to, the other arguments), each by name."""
-    named = dict(zip(inspect.signature(getattr(specvis_kernels, op)).parameters, args)) | kwargs
-    written = inputs.MUTATES.get(op, ())
-    return {name: named[name] for name in written}, {name: a for name, a in named.items() if name not in written}
-
-
-def run(op, args, kwargs, backend=None, function=None, check=True):
-    """The op's outputs as a tuple, then the arguments that it writes to. Asserts that it wrote to no other input.
-
-    It writes to copies. `function` may stand for the op. Without `check` tensors need no values.
-    """
-    written, others = by_name(op, args, kwargs)
-    written = tree_map_only(torch.Tensor, torch.clone, written)
-    before = [a.clone() for a in tensors_of(others)] if check else []
-    options = {"backend": backend} if backend else {}
-    out = as_tuple((function or getattr(specvis_kernels, op))(**written, **others, **options))
-    for a, b in zip(before, tensors_of(others)):
-        assert same(a, b), f"{op} wrote to an input"
-    return (*out, *tensors_of(written)) if written else out
-
-
-def as_tuple(out):
-    return out if isinstance(out, tuple) else (out,)
-
-
-def same(a, b):
-    """Equal shape, dtype and bits, NaN included."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    a, b = (x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for x in (a, b))
-    return torch.equal(a, b)
-
-
-def assert_agree(op, got, expected, backend=""):
-    assert len(got) == len(expected)
-    for i, (a, b) in enumerate(zip(got, expected)):
-        rtol, atol = inputs.TOLERANCES.get(op, {}).get(i, (0, 0))
-        if rtol or atol:
-            torch.testing.assert_close(a, b, rtol=rtol, atol=atol,
-                                       msg=lambda m, i=i: f"output {i} of {op} {backend}: {m}")
-        else:
-            assert a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b), \
-                f"output {i} of {op} {backend}: got {a}, expected {b}"
-
-
-@pytest.mark.parametrize("op, case", [(op, case) for op in inputs.CASES for case in inputs.CASES[op]])
+@pytest.mark.parametrize("op, case", [(op, case) for op in cases.CASES for case in cases.CASES[op]])
 def test_equals_its_oracle(op, case):
     """Every kernel, and the one that PyTorch chooses."""
     args, kwargs = make(op, *case)
     expected = run(op, args, kwargs, "oracle")
-    for backend in [None, *backends(op, inputs.DEVICE)]:
+    for backend in [None, *backends(op, cases.DEVICE)]:
         if backend not in ("oracle", "triton"):
             assert_agree(op, run(op, args, kwargs, backend), expected, backend)
-            inputs.COMPARED[backend or "PyTorch's choice"] += 1
+            cases.COMPARED[backend or "PyTorch's choice"] += 1
 
 
 @pytest.mark.parametrize("op, case", [(op, case) for op, backend in EVERY if backend == "triton"
-                                      for case in inputs.CASES[op]])
+                                      for case in cases.CASES[op]])
 def test_triton_equals_its_oracle(op, case):
     args, kwargs = make(op, *case)
     assert_agree(op, run(op, args, kwargs, "triton"), run(op, args, kwargs, "oracle"), "triton")
-    inputs.COMPARED["triton"] += 1
+    cases.COMPARED["triton"] += 1
 
 
-@pytest.mark.parametrize("op", inputs.CASES)
+@pytest.mark.parametrize("op", cases.CASES)
 def test_inference_only(op):
-    written, others = by_name(op, *make(op, *inputs.CASES[op][1]))
+    written, others = by_name(op, *make(op, *cases.CASES[op][1]))
     others = {name: a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
               for name, a in others.items()}
     assert not any(out.requires_grad for out in run(op, (), written | others))
@@ -118,7 +51,7 @@ def test_inference_only(op):
 
 @pytest.mark.parametrize("op, backend", BATCHED)
 def test_empty_batch(op, backend):
-    for _, *sizes in inputs.CASES[op]:
+    for _, *sizes in cases.CASES[op]:
         args, kwargs = make(op, 0, *sizes)
         full_args, full_kwargs = make(op, 1, *sizes)
         num_written = len(tensors_of(by_name(op, full_args, full_kwargs)[0]))
@@ -137,14 +70,14 @@ def many(a, times=24):
 @pytest.mark.parametrize("op, backend", BATCHED)
 def test_knows_no_neighbors_in_the_batch(op, backend):
     """A batch of three is three batches of one, and a part of a batch of 72, for which CUDA has other teams."""
-    args, kwargs = make(op, 3, *inputs.CASES[op][1][1:])
+    args, kwargs = make(op, 3, *cases.CASES[op][1][1:])
     together = run(op, args, kwargs, backend)
     for i in range(3):
         alone = tree_map_only(torch.Tensor, lambda a, i=i: a[i::3] if a.shape[0] in (3, 6) else a, (args, kwargs))
         alone = tree_map_only(torch.Tensor, torch.Tensor.contiguous, alone)
         for got, expected in zip(run(op, *alone, backend), together):
             assert same(got, expected[i::3])
-    if backend != "triton" or inputs.DEVICE == "cuda":  # Triton's interpreter takes its time
+    if backend != "triton" or cases.DEVICE == "cuda":  # Triton's interpreter takes its time
         larger = tree_map_only(torch.Tensor, many, (args, kwargs))
         assert all(map(same, run(op, *larger, backend), map(many, together)))
 
@@ -153,7 +86,7 @@ def test_knows_no_neighbors_in_the_batch(op, backend):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_row_is_reported_and_hurts_nobody_else(op, backend, bad):
     """Its status says so, ids stay inside the vocabulary, and the other rows of the batch do not change."""
-    args, kwargs = make(op, 3, *inputs.CASES[op][1][1:])
+    args, kwargs = make(op, 3, *cases.CASES[op][1][1:])
     rows = args[0].clone()
     V = rows.shape[-1]
     rows.view(-1, V)[0, V // 2] = bad
@@ -169,7 +102,7 @@ def test_a_bad_row_is_reported_and_hurts_nobody_else(op, backend, bad):
 def test_neighbors_may_be_int64(op, backend):
     """Codes out of range are no neighbors, in int64 as in int32."""
     takes_neighbors = []
-    for case in inputs.CASES[op]:
+    for case in cases.CASES[op]:
         _, named = by_name(op, *make(op, *case))
         if named.get("neighbors") is not None and named["neighbors"].shape[1] > 1:
             takes_neighbors.append(named)
@@ -192,7 +125,7 @@ class IndexesNoUint16(TorchDispatchMode):
 
 @pytest.mark.parametrize("op", TAKES_NEIGHBORS)
 def test_an_oracle_indexes_no_uint16(op):
-    calls = [make(op, *case) for case in inputs.CASES[op]]
+    calls = [make(op, *case) for case in cases.CASES[op]]
     tables = [by_name(op, *call)[1].get("neighbors") for call in calls]
     assert any(table is not None and table.dtype == torch.uint16 for table in tables)
     with IndexesNoUint16():
@@ -200,9 +133,9 @@ def test_an_oracle_indexes_no_uint16(op):
             run(op, *call, "oracle", check=False)
 
 
-@pytest.mark.parametrize("op", inputs.CASES)
+@pytest.mark.parametrize("op", cases.CASES)
 def test_is_registered_correctly(op):
-    args, kwargs = make(op, *inputs.CASES[op][1])
+    args, kwargs = make(op, *cases.CASES[op][1])
     with Recorder() as recorder:
         run(op, args, kwargs)
     (registered, *call), = recorder.own
@@ -210,10 +143,10 @@ def test_is_registered_correctly(op):
     torch.library.opcheck(registered, *call)
 
 
-@pytest.mark.parametrize("op", inputs.CASES)
+@pytest.mark.parametrize("op", cases.CASES)
 def test_the_oracle_reads_nothing_back(op):
     """It is the fallback on every device, so it must run where tensors have shapes but no values."""
-    args, kwargs = make(op, *inputs.CASES[op][1])
+    args, kwargs = make(op, *cases.CASES[op][1])
     expected = run(op, args, kwargs, "oracle")
     with FakeTensorMode() as mode:
         fake = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
@@ -222,10 +155,10 @@ def test_the_oracle_reads_nothing_back(op):
         assert a.shape == b.shape and a.dtype == b.dtype
 
 
-@pytest.mark.parametrize("op", inputs.CASES)
+@pytest.mark.parametrize("op", cases.CASES)
 def test_compiles_whole(op):
     torch._dynamo.reset()
-    args, kwargs = make(op, *inputs.CASES[op][1])
+    args, kwargs = make(op, *cases.CASES[op][1])
     compiled = torch.compile(getattr(specvis_kernels, op), backend="aot_eager", fullgraph=True)
     got, expected = run(op, args, kwargs, function=compiled), run(op, args, kwargs)
     assert type(got) is type(expected)
@@ -236,7 +169,7 @@ def test_compiles_whole(op):
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a compiler")
 def test_compiles_with_inductor():
     torch._dynamo.reset()
-    args, kwargs = make("guided_probs", *inputs.CASES["guided_probs"][1])
+    args, kwargs = make("guided_probs", *cases.CASES["guided_probs"][1])
 
     def step(logits, *others):
         return specvis_kernels.guided_probs(logits + 1, *others, **kwargs).probs * 2

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map_only
 
 import specvis_kernels
 from specvis_kernels import backends, draw_tokens, swiglu
-from tests.kernels import inputs
-from tests.laws.test_every_op import as_tuple, by_name, make, run, same, tensors_of
+from tests import cases
+from tests.cases.comparing import as_tuple, by_name, make, run, same, tensors_of
 from tests.tiny import tiny_pair, tiny_pipeline
 
 
@@ -27,8 +27,8 @@ def set_to(set_value, value, usual):
 
 
 SETTINGS = {
-    "autocast, bfloat16": lambda: torch.autocast(inputs.DEVICE, torch.bfloat16),
-    "autocast, float16": lambda: torch.autocast(inputs.DEVICE, torch.float16),
+    "autocast, bfloat16": lambda: torch.autocast(cases.DEVICE, torch.bfloat16),
+    "autocast, float16": lambda: torch.autocast(cases.DEVICE, torch.float16),
     "default device": lambda: torch.device("meta"),
     "default dtype float64": lambda: set_to(torch.set_default_dtype, torch.float64, torch.float32),
     "default dtype bfloat16": lambda: set_to(torch.set_default_dtype, torch.bfloat16, torch.float32),
@@ -37,13 +37,13 @@ SETTINGS = {
     "inference mode": torch.inference_mode,
     "gradients": torch.enable_grad,
 }
-EVERY = [(op, backend) for op in inputs.CASES for backend in backends(op, inputs.DEVICE)]
+EVERY = [(op, backend) for op in cases.CASES for backend in backends(op, cases.DEVICE)]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("op, backend", EVERY)
 def test_bits_do_not_depend_on(setting, op, backend):
-    for case in (inputs.CASES[op][1], inputs.CASES[op][-1]):
+    for case in (cases.CASES[op][1], cases.CASES[op][-1]):
         args, kwargs = make(op, *case)
         expected = run(op, args, kwargs, backend)
         with SETTINGS[setting]():
@@ -53,7 +53,7 @@ def test_bits_do_not_depend_on(setting, op, backend):
 
 @pytest.mark.parametrize("op, backend", EVERY)
 def test_inference_tensors_are_taken(op, backend):
-    written, others = by_name(op, *make(op, *inputs.CASES[op][1]))
+    written, others = by_name(op, *make(op, *cases.CASES[op][1]))
     expected = run(op, (), written | others, backend)
     with torch.inference_mode():
         written, others = tree_map_only(torch.Tensor, torch.clone, (written, others))

@@ -19,37 +19,28 @@ from torch.utils._pytree import tree_map_only
 from specvis.decoding.driver import GRAPHS, CUDAGraphs
 from specvis.decoding.sampling import Sampling
 from specvis_kernels import backends
+from tests import cases
+from tests.cases.comparing import run, same, tensors_of
 from tests.decoding.pictures import PROMPTS
 from tests.decoding.test_step import METHODS, MORE, Recorded
-from tests.kernels import inputs
-from tests.laws.test_every_op import TAKES_ROWS, run, same, tensors_of
+from tests.laws.test_every_op import TAKES_ROWS
 from tests.tiny import tiny_pipeline
 
-ON_GPU = inputs.DEVICE == "cuda"
-KERNELS = [(op, backend) for op in inputs.CASES for backend in backends(op, inputs.DEVICE)
+ON_GPU = cases.DEVICE == "cuda"
+KERNELS = [(op, backend) for op in cases.CASES for backend in backends(op, cases.DEVICE)
            if backend in (("cuda", "triton") if ON_GPU else ("cpu",))]
-GRAPHED = KERNELS if ON_GPU else KERNELS + [(op, "cuda_emulated") for op in inputs.CASES
+GRAPHED = KERNELS if ON_GPU else KERNELS + [(op, "cuda_emulated") for op in cases.CASES
                                            if "cuda_emulated" in backends(op)]
-LARGE = {  # sizes that need other amounts of shared memory, or other numbers of blocks for a row, than the small ones
-    "draft_children": [(1, 2, 16384, 5), (3, 4, 20000, 8, torch.bfloat16)],
-    "draft_frontier": [(1, 2, 16384, 5), (3, 4, 20000, 8, torch.bfloat16)],
-    "draw_tokens": [(1, 2, 16384), (3, 4, 20000, torch.bfloat16)],
-    "expand_tree": [(1, 2, 16384, 5), (3, 4, 20000, 8)],
-    "guided_probs": [(1, 2, 16384), (3, 4, 20000, torch.bfloat16)],
-    "token_log_probs": [(1, 2, 16384), (3, 4, 20000, 3, torch.bfloat16)],
-    "verify_logits": [(1, 4, 16384, 2), (3, 12, 20000, 3, {"num_draft_rows": 2})],
-    "verify_tree": [(1, 4, 16384, 2), (3, 12, 20000, 3, {"num_draft_rows": 2})],
-}
 SLEEP = 10**9  # cycles of a GPU: half a second, longer than a call of any op by one of many processes
 
 
 def make(op, case):
-    return getattr(inputs, op)(*case)
+    return getattr(cases, op)(*case)
 
 
 def sizes_of(op):
     """Small ones, and on a GPU large ones."""
-    return [inputs.CASES[op][1], inputs.CASES[op][-1], *LARGE.get(op, [])] if ON_GPU else [inputs.CASES[op][1]]
+    return [cases.CASES[op][1], cases.CASES[op][-1], *cases.LARGE.get(op, [])] if ON_GPU else [cases.CASES[op][1]]
 
 
 def all_same(got, expected):
@@ -88,11 +79,11 @@ def next_request(a):
 def test_a_graph_of_it_is_it(op, backend):
     """Also with other values in its memory. No launch is outside of the graph, and no number is frozen in it."""
     for case in sizes_of(op):
-        B = 3 if op not in inputs.UNBATCHED else case[0]
+        B = 3 if op not in cases.UNBATCHED else case[0]
         args, kwargs = make(op, (B, *case[1:]))
         replay = captured(lambda args=args, kwargs=kwargs: run(op, args, kwargs, backend, check=False))
         assert all_same(replay(), run(op, args, kwargs, backend))
-        if op not in inputs.UNBATCHED:
+        if op not in cases.UNBATCHED:
             others = tree_map_only(torch.Tensor, next_request, (args, kwargs))
             expected = run(op, *others, backend)
             for a, b in zip(tensors_of((args, kwargs)), tensors_of(others)):
@@ -124,7 +115,7 @@ def test_it_runs_on_the_current_stream(op, backend):
 @pytest.mark.parametrize("op, backend", KERNELS)
 def test_threads_of_the_host_may_call_it_at_once(op, backend):
     """Each with its own sizes, again and again. What a launch needs is set once for a device, or with the launch."""
-    jobs = [make(op, case) for case in (inputs.CASES[op][1], inputs.CASES[op][-1], *LARGE.get(op, []))]
+    jobs = [make(op, case) for case in (cases.CASES[op][1], cases.CASES[op][-1], *cases.LARGE.get(op, []))]
     expected = [run(op, *job, backend) for job in jobs]
     if ON_GPU:
         torch.cuda.synchronize()
@@ -158,7 +149,7 @@ def test_it_runs_where_its_tensors_are(op, backend):
 def test_a_loop_decodes_the_same_with_graphs_as_without(monkeypatch, name, batch):
     """And the same each time. A method is not compared with another one: a GPU's products depend on how many rows they
     have. Without a GPU there are no graphs: here only the second of these is tested."""
-    pipeline, replays = tiny_pipeline().to(inputs.DEVICE), 0
+    pipeline, replays = tiny_pipeline().to(cases.DEVICE), 0
 
     def capture(graphs, function, original=CUDAGraphs.capture):
         replay, result = original(graphs, function)
@@ -171,13 +162,13 @@ def test_a_loop_decodes_the_same_with_graphs_as_without(monkeypatch, name, batch
         return counted, result
 
     def decoded():
-        sampling = Sampling.of(list(range(4)), guidance=2.0, device=inputs.DEVICE)
+        sampling = Sampling.of(list(range(4)), guidance=2.0, device=cases.DEVICE)
         return pipeline.tokens(PROMPTS[:4], name, sampling, batch=batch)
 
     monkeypatch.setattr(CUDAGraphs, "capture", capture)
     again = [decoded(), decoded()]
     assert replays > 2 or not ON_GPU or name.startswith("adt-tree")  # whose trees are of many sizes
-    monkeypatch.delitem(GRAPHS, inputs.DEVICE, raising=False)
+    monkeypatch.delitem(GRAPHS, cases.DEVICE, raising=False)
     replays, expected = 0, decoded()
     assert not replays and (expected.tokens >= 0).all()
     for one in again:
@@ -191,7 +182,7 @@ def main(ops):
         if backend == "triton" or ops and op not in ops:
             continue
         print(op, flush=True)
-        for case in inputs.CASES[op]:
+        for case in cases.CASES[op]:
             args, kwargs = make(op, case)
             run(op, args, kwargs, backend, check=False)
             if (op, backend) in TAKES_ROWS:

@@ -7,9 +7,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import specvis_kernels
 from specvis_kernels import codebook_neighbors, commit_kv, neighborhood_sum, sample_residual, tree_links
-from tests.kernels import inputs
-from tests.kernels.inputs import DEVICE
-from tests.laws.test_every_op import Recorder, as_tuple, by_name, make, same
+from tests import cases
+from tests.cases import DEVICE
+from tests.cases.comparing import Recorder, as_tuple, by_name, make, same
 
 S = 3
 LOOPED = {"commit_kv"}  # its caches have their rows in any dimension
@@ -41,7 +41,7 @@ def run_both(op, named, in_dims, layout=torch.clone):
                           in_dims=({name: in_dims[name] for name in mapped},))(moved)
     loop = [as_tuple(function(**{name: tree_map(lambda x, s=s: x[s], own[name]) for name in mapped}, **others))
             for s in range(S)]
-    written = inputs.MUTATES.get(op, ())
+    written = cases.MUTATES.get(op, ())
     return ((*got, *tree_leaves([moved[name] for name in written])),
             (*map(torch.stack, zip(*loop)), *tree_leaves([own[name] for name in written])))
 
@@ -58,8 +58,8 @@ def stacked(op, case):
     return named, in_dims
 
 
-@pytest.mark.parametrize("op, case", [(op, case) for op, cases in inputs.CASES.items() if op not in inputs.UNBATCHED
-                                      for case in cases[1:3]])
+@pytest.mark.parametrize("op, case", [(op, case) for op, sizes in cases.CASES.items() if op not in cases.UNBATCHED
+                                      for case in sizes[1:3]])
 def test_equals_a_loop(op, case):
     named, in_dims = stacked(op, case)
     with Recorder() as recorder:
@@ -68,10 +68,10 @@ def test_equals_a_loop(op, case):
     assert len(got) == len(expected) and all(map(same, got, expected))
 
 
-@pytest.mark.parametrize("op", [op for op in inputs.CASES if op not in inputs.UNBATCHED | inputs.MUTATES.keys()])
+@pytest.mark.parametrize("op", [op for op in cases.CASES if op not in cases.UNBATCHED | cases.MUTATES.keys()])
 def test_what_is_mapped_elsewhere_or_not_at_all(op):
     """Every other tensor is mapped in its last dimension, and each in turn is not mapped."""
-    named, in_dims = stacked(op, inputs.CASES[op][1])
+    named, in_dims = stacked(op, cases.CASES[op][1])
     names = [name for name, dim in in_dims.items() if is_mapped(dim)]
     in_dims |= {name: named[name].ndim - 1 for name in names[::2]}
     for name in names[:4]:
@@ -82,18 +82,18 @@ def test_what_is_mapped_elsewhere_or_not_at_all(op):
     assert all(map(same, got, expected))
 
 
-@pytest.mark.parametrize("op", [op for op in inputs.MUTATES if op not in inputs.UNBATCHED])
+@pytest.mark.parametrize("op", [op for op in cases.MUTATES if op not in cases.UNBATCHED])
 def test_what_is_written_may_have_gaps(op):
     """Each request's part is contiguous, as it must be, and the whole is not."""
-    named, in_dims = stacked(op, inputs.CASES[op][2])
+    named, in_dims = stacked(op, cases.CASES[op][2])
     got, expected = run_both(op, named, in_dims, lambda x: torch.stack([x, x], 1).flatten(0, 1)[::2])
     assert len(got) == len(expected) and all(map(same, got, expected))
-    before = tree_leaves([named[name] for name in inputs.MUTATES[op]])
+    before = tree_leaves([named[name] for name in cases.MUTATES[op]])
     assert not all(map(torch.equal, expected[-len(before):], before))
 
 
 def test_a_mapped_table_is_a_loop():
-    (probs, tokens, neighbors, delta), kwargs = make("neighborhood_sum", *inputs.CASES["neighborhood_sum"][1])
+    (probs, tokens, neighbors, delta), kwargs = make("neighborhood_sum", *cases.CASES["neighborhood_sum"][1])
     tables = torch.stack([neighbors, neighbors.flip(0), neighbors.flip(0)])
     with Recorder() as recorder:
         got = torch.func.vmap(lambda table: neighborhood_sum(probs, tokens, table, delta, **kwargs))(tables)
@@ -111,7 +111,7 @@ def test_vmap_of_vmap():
     got = torch.func.vmap(torch.func.vmap(tree_links), in_dims=1)(trees)
     expected = tree_links(trees.transpose(0, 1).flatten(0, 2))
     assert all(torch.equal(a.flatten(0, 2), b) for a, b in zip(got, expected))
-    target_probs = inputs.exact_probs(6, 9).view(2, 3, 1, 9)
+    target_probs = cases.exact_probs(6, 9).view(2, 3, 1, 9)
     uniforms = torch.rand(3, 1, device=DEVICE)
     got = torch.func.vmap(torch.func.vmap(lambda p, u: sample_residual(p, None, u)), in_dims=(0, None))(
         target_probs, uniforms)
@@ -136,6 +136,6 @@ def test_it_compiles():
 
 
 def test_what_is_written_to_must_be_mapped():
-    (caches, *others), kwargs = make("commit_kv", *inputs.CASES["commit_kv"][1])
+    (caches, *others), kwargs = make("commit_kv", *cases.CASES["commit_kv"][1])
     with pytest.raises(ValueError, match="caches must be mapped like the other .*, because commit_kv writes to it"):
         torch.func.vmap(lambda lengths: commit_kv(caches, *others[:2], lengths, **kwargs))(others[2].repeat(S, 1))

@@ -5,7 +5,7 @@ import torch
 from specvis.models import layers
 from specvis.models.interface import Nodes
 from specvis_kernels import tree_links
-from tests.laws.test_every_op import Recorder
+from tests.cases.comparing import Recorder
 from tests.tiny import tiny_pipeline
 
 TREE = tree_links(torch.tensor([[-1, 0, 0, 1, 1]], dtype=torch.int32))

@@ -15,7 +15,7 @@ PROGRAM = """if True:
     from kernels import get_local_kernel
     from kernels._rust import Digest, Metadata
     import specvis_kernels
-    from tests.kernels import inputs
+    from tests import cases
 
     hub = get_local_kernel(Path(sys.argv[1]))
     folder = Path(hub.__file__).parent
@@ -23,7 +23,7 @@ PROGRAM = """if True:
     metadata.digest.validate(Digest.hash_variant(metadata.digest.algorithm, folder))
     assert hub.__name__ == metadata.id and hub is not specvis_kernels and hub.ops() == specvis_kernels.ops()
     for op in ("tree_links", "verify_tree", "draw_tokens"):
-        args, kwargs = getattr(inputs, op)(*inputs.CASES[op][1])
+        args, kwargs = getattr(cases, op)(*cases.CASES[op][1])
         assert hub.backends(op) == ["oracle", "cpu"]
         for ours, other in zip(getattr(hub, op)(*args, **kwargs), getattr(specvis_kernels, op)(*args, **kwargs)):
             assert torch.equal(ours, other)

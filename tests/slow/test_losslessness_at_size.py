@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from specvis_kernels import backends, couple_tokens, verify_logits, verify_tree
-from tests.kernels.inputs import links
+from tests.cases import links
 from tests.kernels.test_draw_tokens import test_tokens_have_the_probabilities_of_guided_probs as draws_fit
 from tests.kernels.test_losslessness import ACCEPT_ABOVE, REJECT_BELOW, p_value
 

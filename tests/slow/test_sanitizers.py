@@ -2,8 +2,8 @@
 import pytest
 
 from tests import cuda_on_cpu
+from tests.cases import DEVICE
 from tests.cuda_on_cpu.test_cuda_on_cpu import pytestmark, sanitized  # noqa: F401
-from tests.kernels.inputs import DEVICE
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the emulation is for machines without a GPU")

@@ -186,7 +186,7 @@ def main(gpu, which="all"):
     (target, most_shared, most_threads), seen = GPUS[gpu], {}
     target = GPUTarget(*target)
     import specvis_kernels
-    from tests.kernels import inputs
+    from tests import cases
 
     class Driver:
         """The answers about a GPU that Triton needs before it compiles."""
@@ -233,17 +233,17 @@ def main(gpu, which="all"):
         attention.SPLIT, attention.num_multiprocessors = "counter", lambda device: 132
     if which != "decoding":
         for op in ["tree_attention"] if which == "counter" else benchmarks.ops.ROWS:
-            cases = [*real_cases(op), *inputs.CASES[op]]
-            for case in cases if find_spec(f"specvis_kernels.triton.{op}") else []:
-                args, kwargs = getattr(inputs, op)(*case)
+            sizes = [*real_cases(op), *cases.CASES[op]]
+            for case in sizes if find_spec(f"specvis_kernels.triton.{op}") else []:
+                args, kwargs = getattr(cases, op)(*case)
                 getattr(specvis_kernels, op)(*args, **kwargs, backend="triton")
         return
     knobs.runtime.jit_cache_hook = count_only
     for op, decodings in CHANGING.items():
-        for cases in decodings:
+        for calls in decodings:
             counted = {}
-            for case in cases:
-                args, kwargs = getattr(inputs, op)(*case)
+            for case in calls:
+                args, kwargs = getattr(cases, op)(*case)
                 if isinstance(kwargs.get("id_range"), tuple):
                     kwargs["id_range"] = case[0] - 1, V - case[1] % 16
                 for place in (lambda value: value, at_odd_addresses):

@@ -10,7 +10,7 @@ from specvis_kernels import (
     pack_layers,
     pack_weight,
 )
-from tests.kernels.inputs.common import CASES, DEVICE, TOLERANCES, ancestors_of, random_parents
+from tests.cases.common import CASES, DEVICE, TOLERANCES, ancestors_of, random_parents
 
 CASES["tree_attention"] = [
     (1, 1, 1, 1, 16),

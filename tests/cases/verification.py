@@ -5,7 +5,7 @@ import torch
 
 from specvis_kernels.draw_tokens import _oracle as draw_tokens_oracle
 from specvis_kernels.guided_probs import _oracle as guided_probs_oracle
-from tests.kernels.inputs.common import (
+from tests.cases.common import (
     CASES,
     DEVICE,
     TOLERANCES,
@@ -17,7 +17,7 @@ from tests.kernels.inputs.common import (
     noise_keys,
     parents_of,
 )
-from tests.kernels.inputs.rows import guided_probs
+from tests.cases.rows import guided_probs
 
 CASES["verify_tree"] = [
     (1, 1, 2, 1),

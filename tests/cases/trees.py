@@ -1,7 +1,7 @@
 """Inputs of the ops on trees."""
 import torch
 
-from tests.kernels.inputs.common import CASES, DEVICE, ancestors_of, random_parents
+from tests.cases.common import CASES, DEVICE, ancestors_of, random_parents
 
 CASES["select_tree"] = [(1, 0, 1), (2, 12, 6), (3, 70, 33), (3, 9, 20)]
 

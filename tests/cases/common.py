@@ -19,6 +19,16 @@ MUTATES = {      # op -> the arguments that it writes to, contiguous; tensors or
     "decoder_layers": ("kv_cache",),
     "rotate_into_cache": ("kv_cache",),
 }
+LARGE = {  # sizes that need other amounts of shared memory, or other numbers of blocks for a row, than the small ones
+    "draft_children": [(1, 2, 16384, 5), (3, 4, 20000, 8, torch.bfloat16)],
+    "draft_frontier": [(1, 2, 16384, 5), (3, 4, 20000, 8, torch.bfloat16)],
+    "draw_tokens": [(1, 2, 16384), (3, 4, 20000, torch.bfloat16)],
+    "expand_tree": [(1, 2, 16384, 5), (3, 4, 20000, 8)],
+    "guided_probs": [(1, 2, 16384), (3, 4, 20000, torch.bfloat16)],
+    "token_log_probs": [(1, 2, 16384), (3, 4, 20000, 3, torch.bfloat16)],
+    "verify_logits": [(1, 4, 16384, 2), (3, 12, 20000, 3, {"num_draft_rows": 2})],
+    "verify_tree": [(1, 4, 16384, 2), (3, 12, 20000, 3, {"num_draft_rows": 2})],
+}
 MAX_ROWS = 512   # are drawn; more rows repeat them
 
 

@@ -3,7 +3,7 @@ import torch
 
 from specvis_kernels.draw_tokens import _oracle as draw_tokens_oracle
 from specvis_kernels.guided_probs import _oracle as guided_probs_oracle
-from tests.kernels.inputs.common import (
+from tests.cases.common import (
     CASES,
     DEVICE,
     MAX_ROWS,

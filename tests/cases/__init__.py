@@ -6,9 +6,9 @@ entry of an op's CASES is the smallest that makes sense (one node, one neighbor)
 so any sum of them, in any order, is exact: every backend must agree with the oracle bit for bit. Where exp or log is in
 the way, the op has a tolerance in TOLERANCES.
 """
-from tests.kernels.inputs.common import *
-from tests.kernels.inputs.gaussians import *
-from tests.kernels.inputs.networks import *
-from tests.kernels.inputs.rows import *
-from tests.kernels.inputs.trees import *
-from tests.kernels.inputs.verification import *
+from tests.cases.common import *
+from tests.cases.gaussians import *
+from tests.cases.networks import *
+from tests.cases.rows import *
+from tests.cases.trees import *
+from tests.cases.verification import *

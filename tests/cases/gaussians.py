@@ -1,7 +1,7 @@
 """Inputs of the ops on continuous tokens."""
 import torch
 
-from tests.kernels.inputs.common import CASES, DEVICE
+from tests.cases.common import CASES, DEVICE
 
 CASES["accept_gaussian"] = [
     (1, 1, 1),
