@@ -7,7 +7,6 @@ prints "refresh".
 import csv
 import json
 import re
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +24,7 @@ READ = {}  # the files that were read for a table, in their order
 
 
 def rows_of(name: str) -> list[dict]:
-    """The rows of a file, or its lines: "AMD-EPYC-2-cores.json", "demo/compare.csv", "training/gpt.jsonl" """
+    """The rows of a file: "AMD-EPYC-2-cores.json", "demo/compare.csv" """
     READ[name] = True
     return parsed(name)
 
@@ -35,7 +34,7 @@ def parsed(name: str) -> list[dict]:
     text = (RESULTS / name).read_text()
     if name.endswith(".csv"):
         return list(csv.DictReader(text.splitlines()))
-    return json.loads(text)["rows"] if name.endswith(".json") else [json.loads(line) for line in text.splitlines()]
+    return json.loads(text)["rows"]
 
 
 def row_of(name: str, **where) -> dict:
@@ -47,12 +46,11 @@ def row_of(name: str, **where) -> dict:
 def origin(name: str) -> str:
     """The revision and the machine of a file; of a file that does not say these: nothing."""
     path = RESULTS / name
-    if path.suffix == ".json":
-        record = json.loads(path.read_text())
-        machine, note = record.get("machine", record), f", {record['note']}" if "note" in record else ""
-        return f"{machine['git']}, {machine['cpu' if machine['device'] == 'cpu' else 'device']}{note}"
-    cover = path.parent / "README.md"  # of a report
-    return re.search(r"^Runs: (.*)\.$", cover.read_text(), re.M)[1] if cover.exists() else ""
+    if path.suffix != ".json":
+        return ""
+    record = json.loads(path.read_text())
+    machine, note = record.get("machine", record), f", {record['note']}" if "note" in record else ""
+    return f"{machine['git']}, {machine['cpu' if machine['device'] == 'cpu' else 'device']}{note}"
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -209,22 +207,6 @@ def gpu_slower() -> str:
     return markdown(["op", "batch", "ours", "others"], *lines)
 
 
-def training() -> str:
-    lines = []
-    for title, name in (("target", "gpt"), ("smaller GPT", "small")):
-        for names, row in zip(("training names", "held-out names"), rows_of(f"training/{name}.jsonl")[-2:]):
-            nll, top1, top10, entropy = (row[f"{names}, {what}"] for what in ("nll", "top1", "top10", "entropy"))
-            lines.append([f"{title}, {names}", f"{nll:.2f} nats", f"{top1:.2f}", f"{top10:.2f}", f"{entropy:.2f} nats"])
-    return markdown(["", "negative log-likelihood", "top-1", "top-10", "entropy"], *lines)
-
-
-def training_mar() -> str:
-    return markdown(["error of the noise", "training names", "held-out names"], *(
-        [title, *(f"{row[f'{names}, noise']:.3f}" for names, row in zip(
-            ("training names", "held-out names"), rows_of(f"training/{name}.jsonl")[-2:]))]
-        for title, name in (("target", "mar"), ("draft model", "mar_draft"))))
-
-
 def readme() -> str:
     plain, jacobi, eagle = (row_of("demo/compare.csv", temperature="1.0", method=method)
                             for method in ("vanilla", "jacobi", "eagle1"))
@@ -247,64 +229,9 @@ def readme() -> str:
          f"{min(llama):.1f} to {max(llama):.1f} times as fast as llama.cpp"])
 
 
-def claims(report: str) -> str:
-    rows = rows_of(f"{report}/claims.csv")
-    count = Counter(row["finding"] for row in rows)
-    return markdown(["", "the paper says", "here", f"{count['agrees']} agree, {count['does not agree']} do not agree, "
-                     f"{count['not decided']} are not decided"], *(
-        [f"[{row['item']}](../benchmarks/results/{report}/{row['item']}.md)", row["the paper says"], row["here"],
-         row["finding"]] for row in rows))
-
-
-def jacobi() -> str:
-    """Tokens per forward and speed over the window, at temperature 1."""
-    rows = [row for row in rows_of("report/jacobi-window.csv") if row["T"] == "1"]
-    first, last = ({row["window"]: row["tau"] for row in rows if ("guess=last" in row["method"]) == is_last}
-                   for is_last in (False, True))
-    speeds = {row["method"].partition("window=")[2] or "auto": row["speedup"]
-              for row in rows_of("report/jacobi-window-seconds.csv")}
-    windows = [*first, "auto"]
-    return markdown(["window", *first, "`auto`"], *(
-        [title, *(cells.get(window, "") for window in windows)] for title, cells in (
-            ("tokens per target forward", first), ("with first guesses from the last row", last),
-            ("speed, single pictures, baseline = 1", speeds))))
-
-
-def budgets() -> str:
-    head = ["tv_excess at most", "draft model", "method", "nodes", "tokens per target forward", "tv_excess"]
-    return markdown(head, *(
-        [row["tv_excess at most"], row["draft model"], f"`{row['method']}`", row["nodes"],
-         f"{row['tau']} +- {row['+-']}", row["tv_excess"]] for row in rows_of("report/trade-off-budgets.csv")))
-
-
-CONTINUOUS = ("mar:num_iter=64", "mar:num_iter=16", "cspd-released", "cspd-released:gamma=32", "cspd:gamma=1", "cspd",
-              "cspd-path:gamma=1", "cspd-path")
-
-
-def continuous() -> str:
-    """MAR's own decoding and speculative methods."""
-    alphas = {row["method"]: row["alpha"] for row in rows_of("report-continuous/table-1.csv")}
-    rows = [row_of("report-continuous/parallel.csv", method=method) for method in CONTINUOUS]
-    plain = float(rows[0]["seconds"]) * float(rows[0]["speedup"])  # as many pictures in a batch
-    return markdown(["method", "drafts accepted", "tokens per target forward", "seconds per picture", "speedup"],
-                    ["`mar`", "", "1", f"{plain:.3g}", "1"], *(
-        [f"`{row['method']}`", alphas.get(row["method"], ""), row["tau"], row["seconds"], row["speedup"]]
-        for row in rows))
-
-
-def kept() -> str:
-    """How far draws of the next token are from the target's."""
-    columns = {"alpha": "drafts accepted", "energy distance, deviations": "energy distance, deviations",
-               "sliced Wasserstein, deviations": "sliced Wasserstein, deviations", "finding": ""}
-    return markdown(["", *columns.values()], *(
-        [row["method"], *(row[column] for column in columns)] for row in rows_of("report-continuous/distribution.csv")))
-
-
-TABLES = {"compare": compare, "jacobi": jacobi, "budgets": budgets, "claims": lambda: claims("report"),
-          "claims-continuous": lambda: claims("report-continuous"), "continuous": continuous, "kept": kept,
-          "decode": decode, "decode-refresh": decode_refresh, "decode-batch": decode_batch, "forward": forward,
-          "gpu-decode": gpu_decode, "gpu-refresh": gpu_refresh, "refresh-pays": refresh_pays,
-          "gpu-slower": gpu_slower, "training": training, "training-mar": training_mar, "readme": readme}
+TABLES = {"compare": compare, "decode": decode, "decode-refresh": decode_refresh,
+          "decode-batch": decode_batch, "forward": forward, "gpu-decode": gpu_decode, "gpu-refresh": gpu_refresh,
+          "refresh-pays": refresh_pays, "gpu-slower": gpu_slower, "readme": readme}
 
 
 def captioned(table) -> str:

@@ -134,8 +134,6 @@ MAY_IMPORT = {layer: LAYERS[:i + 1] for i, layer in enumerate(LAYERS)} | {
     "interrupts": (),
     "__main__": ("cli", "interrupts"),
 }
-BESIDE = ("studies", "training")  # these may import specvis, studies not its cli, which may import studies in a command
-USES_STUDIES = "specvis/cli/report.py"
 
 
 def imports_that_point_up(root: Path) -> list[str]:
@@ -143,28 +141,22 @@ def imports_that_point_up(root: Path) -> list[str]:
             for module in sorted(modules) if module.startswith("specvis.")
             and not any(f"{module}.".startswith(f"specvis.{allowed}.")
                         for allowed in MAY_IMPORT[Path(file).parts[1].removesuffix(".py")])
-            or module.startswith(BESIDE) and (file, module.partition(".")[0]) != (USES_STUDIES, "studies")]
+            or module.startswith("training")]
 
 
 def test_imports_point_down():
-    """cli -> study -> pipelines -> decoding -> models, in python/specvis; studies and training are beside it."""
+    """cli -> study -> pipelines -> decoding -> models, in python/specvis; training is beside it."""
     assert not imports_that_point_up(ROOT / "python")
-    for folder, other in (BESIDE, BESIDE[::-1]):
-        assert not [file for file, modules in imported(ROOT / "python", folder).items()
-                    if any(module.startswith(other) or folder == "studies" and module.startswith("specvis.cli")
-                           for module in modules)]
 
 
 def test_an_import_that_points_up_is_found(tmp_path):
     lines = {"models/gpt.py": "from ..decoding import trees", "decoding/trees.py": "from ..models import gpt",
-             "cli/main.py": "from training import run", "cli/tune.py": "import studies.base",
-             "cli/report.py": "from studies import base"}
+             "cli/main.py": "from training import run"}
     for file, line in lines.items():
         (tmp_path / "specvis" / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "specvis" / file).write_text(line)
     assert imports_that_point_up(tmp_path) == [
-        "specvis/cli/main.py imports training.run", "specvis/cli/tune.py imports studies.base",
-        "specvis/models/gpt.py imports specvis.decoding.trees"]
+        "specvis/cli/main.py imports training.run", "specvis/models/gpt.py imports specvis.decoding.trees"]
 
 
 def test_imports_point_one_way():
@@ -221,7 +213,7 @@ def test_the_constraints_meet_what_the_packages_require():
     required = [requirement for requirement in map(Requirement, lines)
                 if not requirement.name.startswith(("specvis", "nvidia", "cuda", "triton")) and (
                     requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in (
-                        "", "test", "ray", "report", "transformers")))]
+                        "", "test", "ray", "transformers")))]
     assert {"torch", "transformers", "pytest", "ray"} <= {requirement.name for requirement in required}
     for requirement in required:
         assert requirement.specifier.contains(constraints[canonicalize_name(requirement.name)]), requirement

@@ -1,11 +1,8 @@
 """Small models with random weights, for tests: 16 tokens an image, of 64 codes or of 4 numbers."""
-import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import nn
 
 from specvis.models.llamagen import GPTConfig
@@ -55,14 +52,10 @@ def vq_config(codebook_dim: int) -> VQConfig:
 
 
 def save_models(folder: Path) -> None:
-    """A folder with both models, prompts and their pictures."""
+    """A folder with both models, and a file of prompts."""
     folder.mkdir()
     for pipeline in (tiny_pipeline(), tiny_pair()):
         pipeline.words.vocabulary = STYLED
         pipeline.words.table = nn.Embedding(len(STYLED), 8)
         pipeline.requires_grad_(False).save(folder)
     (folder / "prompts.txt").write_text("red heart\nblue heart\n")
-    prompts = [f"fluent-3d {words}" for words in ("red heart", "blue heart", "heart", "plain heart")]
-    (folder / "prompts.json").write_text(json.dumps(prompts))
-    pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(folder / "prompts.png")

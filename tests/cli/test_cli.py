@@ -278,7 +278,7 @@ def test_methods_and_info_list_what_there_is():
         assert word in listed
 
 
-@pytest.mark.parametrize("command", ["generate", "compare", "report", "tune", "methods", "info"])
+@pytest.mark.parametrize("command", ["generate", "compare", "tune", "methods", "info"])
 def test_help_names_defaults(command):
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -299,17 +299,9 @@ def test_the_list_of_commands_says_what_each_says_itself(group):
 
 def test_the_list_of_commands_imports_none_of_them():
     code = ("import sys; from specvis.cli.main import main; main(['--help'], standalone_mode=False); "
-            "print(*{'matplotlib', 'torch', 'studies', 'specvis.cli.options'}.intersection(sys.modules))")
+            "print(*{'matplotlib', 'torch', 'specvis.cli.options'}.intersection(sys.modules))")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "compare" in result.stdout and result.stdout.splitlines()[-1] == ""
-
-
-def test_a_report_without_its_studies_says_where_they_are(monkeypatch):
-    monkeypatch.setitem(sys.modules, "studies", None)  # as in an installation from a wheel
-    monkeypatch.delitem(sys.modules, "specvis.cli.report", raising=False)
-    result = run("report", "--quick")
-    assert result.exit_code == 2 and result.output.startswith("Error: report needs the folder python/studies")
-    assert run("--help").exit_code == 0
 
 
 def test_info_lists_the_words_of_the_shipped_model():

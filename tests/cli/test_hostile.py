@@ -8,7 +8,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
-from specvis.cli import compare, report, tune
+from specvis.cli import compare, tune
 from specvis.cli.main import main
 from specvis.decoding.methods import CONTINUOUS, METHODS, parse_method
 from tests.tiny import tiny_pair
@@ -40,8 +40,6 @@ def place(tmp_path, monkeypatch):
 
     monkeypatch.setattr(compare, "run_all", begun)
     monkeypatch.setattr(tune, "search", begun)
-    for kind in (report.DiscreteReport, report.ContinuousReport):
-        monkeypatch.setattr(kind, "of", begun)
     return tmp_path
 
 
@@ -59,7 +57,6 @@ USUAL = {
     "generate": ["--prompt", "red heart", "--scale", "1"],
     "compare": ["--methods", "vanilla", "-n", "1"],
     "tune": ["--target-speedup", "2"],
-    "report": ["--quick"],
     "convert": ["noise.png", "--out", "folder"],
     "info": [],
     "methods": [],

@@ -6,7 +6,7 @@ import torch
 from specvis.decoding.draft_model import EagleDraftModel
 from specvis.decoding.methods import METHODS, method
 from specvis.decoding.sampling import Sampling, repeat_for_cfg
-from specvis.pipelines.positions import teacher_forced_probs
+from specvis.pipelines.positions import target_hidden
 
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart"]
 
@@ -40,7 +40,9 @@ def exact_pictures(pipeline, prompt, sampling):
     each = Sampling.of([0] * len(pictures), guidance=sampling.guidance[0].item(),
                        temperature=sampling.temperature[0].item(), top_k=sampling.top_k[0].item(),
                        top_p=sampling.top_p[0].item())
-    target, _ = teacher_forced_probs(pipeline, [prompt] * len(pictures), pictures, each)
+    with torch.inference_mode():
+        hidden = target_hidden(pipeline, [prompt] * len(pictures), pictures)
+        target = each.probs(pipeline.gpt, hidden[:, -L:])[0]
     return target.double().gather(-1, pictures[..., None])[..., 0].prod(-1)
 
 

@@ -19,14 +19,13 @@ from torch import nn
 
 from specvis.cli.main import main
 from specvis.files import PART
+from specvis.pipelines.discrete import Pipeline
 from specvis.study import jobs
+from specvis.study.discrete import DiscreteStudy, PictureRun
 from tests.tiny import save_models
 from training import run as training
 
-COMMANDS = {
-    "generate": ["generate", "--prompts", "{model}/prompts.txt", "-n", "6", "--batch", "3", "--scale", "2"],
-    "report": ["report", "--only", "seed-exact", "--quick"],
-}
+GENERATE = ["generate", "--prompts", "{model}/prompts.txt", "-n", "6", "--batch", "3", "--scale", "2"]
 KILLS = 6
 
 
@@ -43,6 +42,12 @@ def train(folder):
             run.log(loss=loss.detach())
 
 
+def study(model, folder):
+    """Pictures of three methods, as `specvis tune` keeps them."""
+    runs = [PictureRun.of(text) for text in ("vanilla", "eagle2:width=2", "jacobi:window=4:seed_exact=false")]
+    DiscreteStudy(Pipeline.load(model), folder, ["red heart", "blue heart"], images=40).compute(runs)
+
+
 def work(name, model, out, log):
     """What a fork does."""
     sys.stdout = sys.stderr = open(log, "w")
@@ -51,8 +56,10 @@ def work(name, model, out, log):
     jobs.date = SimpleNamespace(today=lambda: "the day")  # midnight may pass
     if name == "train":
         train(out)
+    elif name == "study":
+        study(model, out)
     else:
-        main([*(part.format(model=model) for part in COMMANDS[name]), "--out", str(out), "--model", str(model)])
+        main([*(part.format(model=model) for part in GENERATE), "--out", str(out), "--model", str(model)])
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +67,7 @@ def forks():
     if "forkserver" not in multiprocessing.get_all_start_methods():
         pytest.skip("this system has no fork")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch._dynamo", "specvis.cli.generate", "specvis.cli.report"])
+    context.set_forkserver_preload([__name__, "torch._dynamo", "specvis.cli.generate"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         first = context.Process(target=int)  # it waits for the imports
@@ -101,7 +108,7 @@ def assert_ended(folder, expected):
     assert not [path for path in folder.rglob(".*") if PART.fullmatch(path.name)]
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, "train"])
+@pytest.mark.parametrize("name", ["generate", "study", "train"])
 def test_what_is_there_is_whole_and_what_goes_on_is_as_undisturbed(forks, name, tmp_path):
     model, log, undisturbed, out = (tmp_path / part for part in ("model", "log.txt", "undisturbed", "out"))
     save_models(model)

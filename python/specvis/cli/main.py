@@ -1,4 +1,4 @@
-"""The command line: specvis generate | convert | compare | report | tune | methods | info."""
+"""The command line: specvis generate | convert | compare | tune | methods | info."""
 import os
 import platform
 import textwrap
@@ -18,7 +18,6 @@ from .commands import Commands  # noqa: E402
     "generate": "Draw pictures of a prompt, side by side, or of each prompt of a file.",
     "convert": "Make a folder for --model from published checkpoints.",
     "compare": "Run methods side by side: pictures, plots, a table.",
-    "report": "The papers' tables and figures on this model, beside the papers' own numbers.",
     "tune": "Find the fastest method within a budget of fidelity, or the most faithful that is fast enough.",
 }, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(package_name="specvis")

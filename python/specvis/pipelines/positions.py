@@ -1,29 +1,14 @@
 """What can be said of each position of pictures that are decoded."""
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specvis_kernels import draw_tokens, gumbel_noise
 
 from ..decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from ..models.interface import inference
-from ..models.llamagen import condition_mask
 from .discrete import Pipeline
 
 ROUNDING_STEPS = 5  # in bfloat16, the shipped model's logits in two forwards of one picture differ by up to 4.1
-
-
-def steps_gain(num_accepted: Tensor) -> Tensor:
-    """How many tokens the step that made each position added to the picture.
-
-    Args:
-        num_accepted: (B, L) int64  accepted drafts of the step that began at each position; -1 where none began
-    Returns:
-        (B, L) int64: accepted drafts plus one
-    """
-    index = torch.arange(num_accepted.shape[1], device=num_accepted.device)
-    began = torch.where(num_accepted >= 0, index, 0).cummax(1).values
-    return num_accepted.gather(1, began).clamp(min=0) + 1
 
 
 def forward_numbers(num_accepted: Tensor) -> Tensor:
@@ -46,24 +31,6 @@ def target_hidden(pipeline: Pipeline, prompts: list[str], tokens: Tensor) -> Ten
     gpt = pipeline.gpt
     condition, padding_mask = cfg_inputs(gpt, *pipeline.condition(prompts))
     return gpt.teacher_forced(condition, padding_mask, repeat_for_cfg(tokens))
-
-
-@inference
-def teacher_forced_probs(pipeline: Pipeline, prompts: list[str], tokens: Tensor,
-                         sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """The probabilities of target and draft model at each position of pictures whose tokens are known.
-
-    Returns:
-        target_probs (B, L, V) and draft_probs (B, L - 1, V), the latter for tokens 1..L - 1
-    """
-    gpt, prefix_len = pipeline.gpt, pipeline.gpt.config.condition_tokens - 1
-    padding_mask = repeat_for_cfg(pipeline.condition(prompts)[1])
-    hidden = target_hidden(pipeline, prompts, tokens)
-    shifted = F.pad(repeat_for_cfg(tokens[:, :-1]), (prefix_len, 0))
-    position_ids = torch.arange(shifted.shape[1], device=tokens.device)[None]
-    drafted = pipeline.eagle.read(shifted, hidden[:, :-1], position_ids,
-                                  condition_mask(padding_mask[:, :prefix_len], shifted.shape[1]))
-    return sampling.probs(gpt, hidden[:, prefix_len:])[0], sampling.probs(gpt, drafted[:, prefix_len:])[0]
 
 
 @inference
