@@ -47,6 +47,7 @@ from benchmarks.forward import compiled, eager_times, environment
 from benchmarks.released import released_decode
 from benchmarks.watch import Clock, Script, Timed, Watch, ops_replaced
 from specvis.cli.options import FILTERS, PROMPTS
+from specvis.cli.plots import method_color, plt, shade
 from specvis.decoding.baseline import decode
 from specvis.decoding.decoded import Decoded
 from specvis.decoding.draft_model import EagleDraftModel, SmallDraftModel
@@ -59,7 +60,6 @@ from specvis.models import layers
 from specvis.models.eagle import EagleHead
 from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config
 from specvis.pipelines.discrete import Pipeline
-from specvis.study.plots import method_color, plt, shade
 
 RANDOM = FILTERS | {"top_k": 1000, "top_p": 1.0}  # for random weights
 WHOLE = ("shipped", "B")       # sizes of which whole pictures are timed

@@ -24,12 +24,12 @@ from time import perf_counter, thread_time
 import torch
 
 from benchmarks import harness
+from specvis.cli.plots import plt
 from specvis.decoding.trees import chain_ancestors
 from specvis.models import layers
 from specvis.models.interface import Nodes
 from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config
 from specvis.pipelines.discrete import Pipeline
-from specvis.study.plots import plt
 from specvis_kernels import pack_weight, packed_linear
 
 NODES = (1, 2, 3, 5, 9, 17, 33)

@@ -35,6 +35,7 @@ from torch import Tensor
 from benchmarks import harness
 from benchmarks.tables import markdown
 from specvis.cli.options import PROMPTS
+from specvis.cli.plots import curve_styles, plt
 from specvis.decoding import jacobi, refresh
 from specvis.decoding.batch_state import model_rows
 from specvis.decoding.draft_model import EagleDraftModel, SmallDraftModel
@@ -42,7 +43,6 @@ from specvis.decoding.methods import METHODS
 from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg, split_rows, take_nodes
 from specvis.models.llamagen import GPT
 from specvis.pipelines.discrete import Pipeline
-from specvis.study.plots import curve_styles, plt
 from specvis_kernels import gumbel_noise
 
 OTHERS = ["noto rooster", "fluent-3d axe", "noto luggage", "fluent-3d chestnut", "fluent-3d cat face", "noto banana",

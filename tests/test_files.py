@@ -16,7 +16,7 @@ from torch import nn
 
 from specvis import files
 from specvis.cli.main import main
-from specvis.study.discrete import DiscreteStudy
+from specvis.cli.measured import DiscreteStudy
 from tests.tiny import save_models, tiny_pipeline
 from training.run import TrainingRun
 
@@ -184,11 +184,11 @@ def test_two_studies_that_begin_at_once_have_one_record(tmp_path, monkeypatch):
     write_new = files.write_new
 
     def late(path, content):
-        monkeypatch.setattr("specvis.study.jobs.write_new", write_new)
+        monkeypatch.setattr("specvis.cli.measured.write_new", write_new)
         DiscreteStudy(tiny_pipeline(), tmp_path, PROMPTS, images=2, seed=1)
         write_new(path, content)
 
-    monkeypatch.setattr("specvis.study.jobs.write_new", late)
+    monkeypatch.setattr("specvis.cli.measured.write_new", late)
     with pytest.raises(ValueError, match=r"holds results of another seed \(1; here it is 0\)"):
         DiscreteStudy(tiny_pipeline(), tmp_path, PROMPTS, images=2, seed=0)
     assert names(tmp_path) == ["study.json"]

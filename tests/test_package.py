@@ -127,7 +127,7 @@ def test_the_ops_need_torch_alone():
 
 
 # Each imports itself and the layers before it.
-LAYERS = ("terminal", "files", "models", "decoding", "pipelines", "study", "cli")
+LAYERS = ("terminal", "files", "models", "decoding", "pipelines", "cli")
 MAY_IMPORT = {layer: LAYERS[:i + 1] for i, layer in enumerate(LAYERS)} | {
     "cli": (*LAYERS, "interrupts"),
     "__init__": ("models", "decoding", "pipelines"),
@@ -145,7 +145,7 @@ def imports_that_point_up(root: Path) -> list[str]:
 
 
 def test_imports_point_down():
-    """cli -> study -> pipelines -> decoding -> models, in python/specvis; training is beside it."""
+    """cli -> pipelines -> decoding -> models, in python/specvis; training is beside it."""
     assert not imports_that_point_up(ROOT / "python")
 
 

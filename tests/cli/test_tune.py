@@ -4,9 +4,9 @@ import pytest
 from click.testing import CliRunner
 
 from specvis.cli.main import main
+from specvis.cli.measured import DiscreteStudy
 from specvis.cli.tune import RULES, Target, Trial, frontier, nearest, runs_of, search, variations
 from specvis.decoding.methods import METHODS, method, parse_method
-from specvis.study.discrete import DiscreteStudy
 from tests.tiny import tiny_pipeline
 
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import nn
 
+from specvis.cli import measured
 from specvis.cli.main import main
+from specvis.cli.measured import DiscreteStudy, PictureRun
 from specvis.files import PART
 from specvis.pipelines.discrete import Pipeline
-from specvis.study import jobs
-from specvis.study.discrete import DiscreteStudy, PictureRun
 from tests.tiny import save_models
 from training import run as training
 
@@ -45,15 +45,15 @@ def train(folder):
 def study(model, folder):
     """Pictures of three methods, as `specvis tune` keeps them."""
     runs = [PictureRun.of(text) for text in ("vanilla", "eagle2:width=2", "jacobi:window=4:seed_exact=false")]
-    DiscreteStudy(Pipeline.load(model), folder, ["red heart", "blue heart"], images=40).compute(runs)
+    DiscreteStudy(Pipeline.load(model), folder, ["fluent-3d red heart", "noto blue heart"], images=40).compute(runs)
 
 
 def work(name, model, out, log):
     """What a fork does."""
     sys.stdout = sys.stderr = open(log, "w")
     torch.set_num_threads(1)
-    jobs.revision = lambda: "of this run"  # not that of a checkout which changes meanwhile
-    jobs.date = SimpleNamespace(today=lambda: "the day")  # midnight may pass
+    measured.revision = lambda: "of this run"  # not that of a checkout which changes meanwhile
+    measured.date = SimpleNamespace(today=lambda: "the day")  # midnight may pass
     if name == "train":
         train(out)
     elif name == "study":

@@ -12,8 +12,8 @@ from ..decoding.methods import ContinuousMethod, Method, parse_methods
 from ..files import csv_text, locked, replacing_together, write_whole
 from ..models.words import repeated
 from ..pipelines.prompts import with_style
-from ..study.jobs import machine
 from .figures import draw_jacobi, draw_pictures
+from .measured import machine
 from .options import (
     MAX_COUNT,
     dtype_option,

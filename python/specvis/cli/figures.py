@@ -4,8 +4,8 @@ from pathlib import Path
 
 from ..pipelines.discrete import Pipeline
 from ..pipelines.positions import forward_numbers
-from ..study import plots
-from ..study.plots import method_style, plt
+from . import plots
+from .plots import method_style, plt
 from .runs import ComparedResult, Pipelines
 
 SHOWN = 6  # pictures in the figure of jacobi

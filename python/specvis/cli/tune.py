@@ -9,8 +9,7 @@ import torch
 from ..decoding.methods import Method, method, parse_method
 from ..decoding.sampling import Sampling
 from ..files import csv_text, locked, replacing_together, write_whole
-from ..study.discrete import DiscreteStudy, Latency, PictureRun
-from ..study.plots import plt, save_figure
+from .measured import DiscreteStudy, Latency, PictureRun
 from .options import (
     MAX_COUNT,
     PROMPTS,
@@ -21,6 +20,7 @@ from .options import (
     sampling_options,
     writable_folder,
 )
+from .plots import plt, save_figure
 
 RULES = (  # rules of acceptance, on the recipe's own tree or window
     "jacobi:window=16", "gsd", "gsd+coupled", "speculative", "eagle1", "eagle2", "adt-tree",
