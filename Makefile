@@ -27,13 +27,12 @@ VERSION ?= 4.57.6
 SERVERS := $(VENV)/servers
 WHEELS := "from specvis_kernels.compat._versions import TESTED; \
 	print(*(f'{server}=={TESTED[server][-1]}' for server in ('vllm', 'sglang')))"
-CLANG_FORMAT := $(VENV)/bin/clang-format csrc/*/*.* csrc/*/*/*.* tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.c* \
-	benchmarks/*.cu
+CLANG_FORMAT := $(VENV)/bin/clang-format csrc/*/*.* csrc/*/*/*.* tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.c*
 # Where this is set, every process compiles torch anew: twice the time of an import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install cuda test test-all test-transformers test-servers constraints lint format demo compare bench sass \
-	bounds tables fuzz gpu hub clean
+.PHONY: install cuda test test-all test-transformers test-servers constraints lint format demo compare bench \
+	tables fuzz gpu hub clean
 
 install: $(VENV)/installed
 
@@ -81,12 +80,6 @@ compare: $(VENV)/installed  # pictures and a table of all methods
 
 bench: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks.ops --json
-
-sass: cuda  # counts in the machine code of the CUDA kernels; no GPU takes part
-	$(VENV)/bin/python -m benchmarks.sass $(OPS)
-
-bounds: cuda  # what an H200 could do at best, counted
-	$(VENV)/bin/python -m benchmarks.bounds
 
 tables: $(VENV)/installed  # the documents' tables of measured numbers, from benchmarks/results
 	$(VENV)/bin/python -m benchmarks.tables

@@ -17,7 +17,7 @@
 #   TORCH_CUDA_ARCH_LIST=9.0 OUT=folder bash benchmarks/gpu.sh build      9.0: the GPU's compute capability
 # Then BEFORE=folder on the machine with the GPU. Where `build` is left out although it is needed, it comes first.
 # Parts for three stays of ten minutes, with LIMIT=580:
-#   probe smoke ops tests graphs loops
+#   smoke ops tests graphs loops
 #   decode memcheck racecheck
 #   ncu-draft_frontier ncu-verify_logits ncu-tree_attention baselines triton initcheck synccheck others
 set -uo pipefail
@@ -89,16 +89,12 @@ counters() {  # op, what the names of its kernels have in common
     part "ncu-$1" 50 "${watch[@]}" "$python" -m benchmarks.ops --once --groups kernels "${dry:-$1}"
 }
 
-build='"$0" setup.py build_ext --inplace ${2:+--help} && {
-    nvcc -O3 -std=c++17 -arch=sm_${TORCH_CUDA_ARCH_LIST/./} benchmarks/probe.cu -o build/probe || echo "no probe"
-    tar -cf "$1" specvis_kernels/*.so $(ls build/probe)
-}'
+build='"$0" setup.py build_ext --inplace ${2:+--help} && tar -cf "$1" specvis_kernels/*.so'
 seconds=0.1 decoded=(--sizes shipped B XL --seconds 4 --ours)
 [[ -z $dry ]] || seconds=0 decoded=(--sizes shipped --methods vanilla --batch 1 --seconds 0 --ours)
 
 parts() {
     part build "$build_limit" bash -c "$build" "$python" "$built" $dry || wanted=" "  # and nothing else
-    ((major < 9)) || part probe 20 ${dry:+echo} build/probe  # it has clusters of blocks
     part smoke 100 "$python" -m benchmarks.smoke $dry || (($? != 3)) || wanted=" "
     measure ops 160 kernels
     tests tests 140 "${ops[@]}" -k "(cuda or oracle) and not triton"
@@ -128,7 +124,7 @@ for op in specvis_kernels/[a-z]*.py; do
         [[ ! -e $test ]] || ops+=("$test")
     done
 done
-built="" build_limit=150 major=9
+built="" build_limit=150
 parts
 $python -c "import numpy, pytest, pytest_benchmark, PIL, safetensors, tqdm, click, matplotlib" || exit 1
 for name in "$@"; do
@@ -149,7 +145,6 @@ else
     TORCH_CUDA_ARCH_LIST=$($python -c "$gpu") || exit 1
 fi
 export TORCH_CUDA_ARCH_LIST
-major=${TORCH_CUDA_ARCH_LIST%%.*}
 sources=$(cat setup.py $(find csrc -type f | LC_ALL=C sort) | sha256sum | cut -c1-12)
 built=$folder/built-$TORCH_CUDA_ARCH_LIST-$sources.tar
 if [[ $dry ]]; then

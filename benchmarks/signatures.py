@@ -1,10 +1,14 @@
-"""Reads what vLLM and SGLang define and import today: do the functions that are ours still fit in their places?
+"""Do the functions that are ours still fit in their places in vLLM and SGLang, as these are today?
+
+    python -m benchmarks.signatures --vllm FOLDER --sglang FOLDER
 
 The files of a checkout or of an unpacked wheel are parsed, and nothing of them is executed. Each row of
 the table is one such place. Results of functions are not compared. The tests run with transformers itself.
 """
+import argparse
 import ast
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -136,3 +140,22 @@ def report(decoder: str, folder: Path) -> bool:
         print(f"    {where:120} {'; '.join(changes) or 'as expected'}")
         fits &= not changes
     return fits
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the tables. Returns 0 if all fits, 1 if something has moved, 2 for wrong arguments."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.signatures", description=__doc__.partition("\n")[0])
+    for name in ROWS:
+        parser.add_argument(f"--{name}", type=Path, metavar="FOLDER", help=f"a checkout or an unpacked wheel of {name}")
+    folders = {name: folder for name, folder in vars(parser.parse_args(arguments)).items() if folder}
+    if not folders:
+        parser.error(f"name a folder, with --{' or --'.join(ROWS)}")
+    try:
+        return int(not all([report(name, folder) for name, folder in folders.items()]))
+    except ValueError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

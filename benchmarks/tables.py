@@ -1,8 +1,7 @@
 """The tables of measured numbers in README.md and docs:   python -m benchmarks.tables
 
 Each is written from files in benchmarks/results, between <!-- table: NAME --> and <!-- end -->, with the revision and
-machine of the files that say these. Two are left to others: benchmarks.bounds writes "bounds", and benchmarks.refresh
-prints "refresh".
+machine of the files that say these. One is left to others: benchmarks.refresh prints "refresh".
 """
 import csv
 import json
@@ -173,38 +172,59 @@ def refresh_pays() -> str:
     return markdown(["device, sizes", "best window without", "best with refreshes"], *lines)
 
 
-TREE = "60 16384 6 {'branch': 10, 'likely': True, 'settings': [(7.5, 1.0, 1000, 1.0)]"
-IMAGE = "float32 True False [(7.5, 1.0, 1000, 1.0)]"
-SLOWER = [  # title, op, its sizes after the batch, batches, the baselines' names in the file and in the table, digits
-    ("`verify_logits`", "verify_logits", TREE + "}", (1, 8, 64),
-     {"two ops": "`guided_probs` of all rows, then `verify_tree`: "}, 0),
-    ("`verify_logits`, LANTERN, k = 1000", "verify_logits", TREE + ", 'k': 1000, 'residual': 'relaxed'}", (1, 8, 64),
-     {"two ops": "the same two: "}, 0),
-    ("`verify_logits`, bfloat16", "verify_logits", TREE + ", 'dtype': torch.bfloat16}", (1, 8),
-     {"two ops": "the same two: "}, 0),
-    ("`verify_logits` with seeds", "verify_logits", TREE + ", 'seeds': True}", (1,),
-     {"two ops": "`draw_tokens` of all rows, then `verify_greedy`: "}, 0),
-    ("`draft_children`, bfloat16", "draft_children", "10 16384 10 " + IMAGE.replace("float32", "bfloat16"), (8, 64),
-     {"two ops": "`guided_probs`, then `draw_children`: "}, 0),
-    ("`draft_children`, 6 rows of 4096", "draft_children", "6 4096 6 float32 True False [(1.2, 1.0, 100, 0.8)]", (1,),
-     {"two ops": "the same two: "}, 0),
-    ("`swiglu`, 60 nodes of XL", "swiglu", "3584 bfloat16", (1, 8, 64),
-     {"Liger's": "Liger ", "flashinfer's": "flashinfer "}, 1),
-    ("`rms_norm` with a residual", "rms_norm", "1280 bfloat16 True", (1, 8, 64),
-     {"Liger's": "Liger ", "flashinfer's": "flashinfer "}, 1),
+IMAGE, NUCLEUS = "[(7.5, 1.0, 1000, 1.0)]", "[(1.2, 1.0, 100, 0.8)]"
+TREE = f"60 16384 6 {{'branch': 10, 'likely': True, 'settings': {IMAGE}"
+LANTERN = ", 'k': 1000, 'residual': 'relaxed'}"
+OPS = [  # title, op, its sizes after the batch
+    ("`draft_frontier`, 10 pairs of float32", "draft_frontier", f"10 16384 10 float32 True 1 {IMAGE}"),
+    ("`draft_children`, 10 pairs of float32", "draft_children", f"10 16384 10 float32 True False {IMAGE}"),
+    ("`draft_children`, bfloat16", "draft_children", f"10 16384 10 bfloat16 True False {IMAGE}"),
+    ("`draft_children`, 6 rows of 4096", "draft_children", f"6 4096 6 float32 True False {NUCLEUS}"),
+    ("`select_tree`, of 410 nodes", "select_tree", "410 60"),
+    ("`tree_links`", "tree_links", "60"),
+    ("`tree_attention`, a layer, 576 columns", "tree_attention",
+     "60 20 20 64 {'columns': 640, 'lengths': [576], 'dtype': torch.bfloat16}"),
+    ("`verify_logits`", "verify_logits", TREE + "}"),
+    ("`verify_logits`, LANTERN, k = 1000", "verify_logits", TREE + LANTERN),
+    ("`verify_logits`, bfloat16", "verify_logits", TREE + ", 'dtype': torch.bfloat16}"),
+    ("`verify_logits` with seeds", "verify_logits", TREE + ", 'seeds': True}"),
+    ("`draw_tokens`, 33 pairs of float32", "draw_tokens", f"33 16384 float32 True {IMAGE}"),
+    ("`commit_kv`, 6 nodes", "commit_kv",
+     "60 6 {'layout': 'layers', 'count': 36, 'width': 1280, 'columns': 64, 'dtype': torch.bfloat16, 'some_wrong': False,"
+     " 'all_accepted': True}"),
+    ("`commit_tokens`", "commit_tokens", "60 6 576 True False"),
+    ("`guided_probs`, 60 pairs of bfloat16", "guided_probs", f"60 16384 bfloat16 True {IMAGE} None"),
+    ("`expand_tree`, 10 rows", "expand_tree", "10 16384 10"),
+    ("`draw_children`, 10 rows", "draw_children", "10 16384 10"),
+    ("`verify_tree`", "verify_tree", "60 16384 6 {'branch': 10}"),
+    ("`verify_tree`, LANTERN, k = 1000", "verify_tree", "60 16384 6 {'branch': 10" + LANTERN),
+    ("`verify_tree`, draft rows", "verify_tree", "60 16384 6 {'branch': 6, 'drawn': True}"),
+    ("`neighborhood_sum`, 60 rows, k = 1000", "neighborhood_sum", "16384 1000"),
+    ("`swiglu`, 60 nodes of XL", "swiglu", "3584 bfloat16"),
+    ("`rms_norm` with a residual", "rms_norm", "1280 bfloat16 True"),
 ]
+ROWS_OF_A_REQUEST = {"neighborhood_sum": 60, "swiglu": 120, "rms_norm": 120}  # what the sizes have in place of 1
+OTHERS = {"triton": "", "two ops": "two ops ", "multinomial": "multinomial ", "index and put": "index and put ",
+          "scatter": "scatters ", "Liger's": "Liger ", "flashinfer's": "flashinfer "}
 
 
-def gpu_slower() -> str:
+def gpu_ops() -> str:
+    """Microseconds of batches of 1 / 8 / 64. In bold what is faster than ours."""
     times = {(row["op"], row["shape"], row["backend"]): row["median_us"] for row in rows_of(f"{GPU}.json")
              if row["mode"] == "graph between"}
     lines = []
-    for title, op, sizes, batches, others, digits in SLOWER:
-        ours, rows = ("triton", 120) if op in ("swiglu", "rms_norm") else ("cuda", 1)  # rows: 60 nodes with guidance
-        texts = [name + " / ".join(f"{times[op, f'{batch * rows} {sizes}', backend]:.{digits}f}" for batch in batches)
-                 for backend, name in {ours: "", **others}.items()]
-        lines.append([title, " / ".join(map(str, batches)), texts[0], ", ".join(texts[1:])])
-    return markdown(["op", "batch", "ours", "others"], *lines)
+    for title, op, sizes in OPS:
+        shapes = [f"{batch * ROWS_OF_A_REQUEST.get(op, 1)} {sizes}" for batch in (1, 8, 64)]
+        found = {backend: [times.get((op, shape, backend)) for shape in shapes]
+                 for backend in ("cuda", *OTHERS)}
+        found = {backend: us for backend, us in found.items() if any(us)}
+        ours, *_ = found.values()
+        (_, own), *others = [(backend, " / ".join(
+            "-" if us is None else f"**{short(us, 1)}**" if mine and us < mine else short(us, 1)
+            for us, mine in zip(row, ours))) for backend, row in found.items()]
+        lines.append([title, own, *(", ".join(f"{OTHERS[backend]}{text}" for backend, text in others
+                                              if (backend == "triton") == is_triton) for is_triton in (True, False))])
+    return markdown(["op", "ours", "Triton", "others"], *lines)
 
 
 def readme() -> str:
@@ -231,7 +251,7 @@ def readme() -> str:
 
 TABLES = {"compare": compare, "decode": decode, "decode-refresh": decode_refresh,
           "decode-batch": decode_batch, "forward": forward, "gpu-decode": gpu_decode, "gpu-refresh": gpu_refresh,
-          "refresh-pays": refresh_pays, "gpu-slower": gpu_slower, "readme": readme}
+          "refresh-pays": refresh_pays, "gpu-ops": gpu_ops, "readme": readme}
 
 
 def captioned(table) -> str:

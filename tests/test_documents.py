@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 import specvis_kernels
-from benchmarks import bounds, refresh, sass, tables
+from benchmarks import refresh, tables
 from specvis.cli import options
 from specvis.cli.main import main
 from specvis.decoding import limits
@@ -179,25 +179,10 @@ def test_every_drawing_is_shown():
     assert shown == drawings
 
 
-def test_the_table_of_bounds_is_the_file():
-    """docs/gpu.md shows the bounds in benchmarks/results."""
-    page, results = (DOCS / "gpu.md").read_text(), json.loads(bounds.RESULTS.read_text())
-    assert page == bounds.page_of(page, results), "python -m benchmarks.bounds --page"
-    assert bounds.page_of(page.replace("| **2.1** |", "| **2.2** |"), results) == page
-    assert {row["title"] for row in results["rows"]} == {title for title, *_ in bounds.CASES}
-
-
 def test_the_tables_of_refresh_are_the_file():
     results = json.loads((ROOT / "benchmarks/results/NVIDIA-H100-80GB-HBM3-refresh.json").read_text())
     page, shown = (DOCS / "measurements.md").read_text(), refresh.tables(results["rows"], 256)
     assert page == tables.written(page, {"refresh": lambda: shown}), "python -m benchmarks.refresh"
-
-
-def test_the_table_of_machine_code_is_the_file():
-    """The page of machine code shows the bounds that the tests hold."""
-    bounds = json.loads(sass.RESULTS.read_text())
-    assert sass.PAGE.read_text() == sass.page_of(bounds["kernels"]), "python -m benchmarks.sass --bounds"
-    assert "not measured" in bounds["note"]
 
 
 def test_measurements_have_a_command():

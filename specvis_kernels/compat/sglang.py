@@ -2,7 +2,7 @@
 
 The functions have the names, arguments and outputs of the functions in sglang/kernels/ops/speculative/sampling.py and
 tree.py of SGLang 0.5.23 (before, of the package `sgl_kernel`). docs/use_it.md says which names SGLang calls them by.
-`python -m benchmarks.check_compat --sglang FOLDER` says what has moved in another version.
+`python -m benchmarks.signatures --sglang FOLDER` says what has moved in another version.
 They write to the tensors that SGLang allocated and read nothing back to the host. They run wherever specvis_kernels
 does. `register` is the entry point by which SGLang finds them, in each of its processes.
 """

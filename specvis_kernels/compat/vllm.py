@@ -2,7 +2,7 @@
 
 `rejection_sample` has the arguments and the result of the function of that name in vllm/v1/sample/rejection_sampler.py
 of vLLM 0.33.0. `probabilistic_rejection_sample` has the arguments and the result of `rejection_sample` in
-vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py. `python -m benchmarks.check_compat --vllm FOLDER` says
+vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py. `python -m benchmarks.signatures --vllm FOLDER` says
 what has moved in another version. Neither of the two imports vLLM or reads anything back to the host. Both keep the
 target's distribution, except by FLy's rule; the random numbers differ from vLLM's.
 

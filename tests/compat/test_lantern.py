@@ -6,7 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.compat_cases import (
+from benchmarks.released import Relaxation, walk
+from specvis_kernels.compat import lantern
+from specvis_kernels.compat.eagle import TreeLogits
+
+from .steps import (
     GUIDANCE,
     Processors,
     TemperatureLogitsWarper,
@@ -15,9 +19,6 @@ from benchmarks.compat_cases import (
     dynamic_case,
     ring_of_neighbors,
 )
-from benchmarks.released import Relaxation, walk
-from specvis_kernels.compat import lantern
-from specvis_kernels.compat.eagle import TreeLogits
 
 V, OFFSET = 24, 4
 PROCESSORS = {"plain": Processors(),
@@ -31,7 +32,7 @@ class Step(SimpleNamespace):
 
     def __init__(self, seed, offset=0):
         random.seed(seed), torch.manual_seed(seed)
-        logits, tokens, paths, _ = dynamic_case(V, 20, slice(offset, None))
+        logits, tokens, paths = dynamic_case(V, 20, slice(offset, None))
         candidates = torch.cat([tokens, torch.full((1, 1), -1)], 1)[0, paths]
         cond, uncond = logits = logits / 2  # flatter: rejections and equally long paths are frequent
         super().__init__(logits=logits, paths=paths, tokens=tokens, along=(uncond + GUIDANCE * (cond - uncond))[paths],

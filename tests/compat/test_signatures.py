@@ -1,9 +1,9 @@
-"""`python -m benchmarks.check_compat --vllm .. --sglang ..`, in a folder like both."""
+"""`python -m benchmarks.signatures --vllm .. --sglang ..`, in a folder like both."""
 from pathlib import Path
 
 import pytest
 
-from benchmarks import check_compat, signatures
+from benchmarks import signatures
 
 SAMPLER = "tree_speculative_sampling_target_only"
 TREE = "candidates, retrive_index, retrive_next_token, retrive_next_sibling"
@@ -59,7 +59,7 @@ def run(folder: Path, *arguments):
     for name, text in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    return check_compat.main([argument.format(folder) for argument in arguments or ("--vllm", "{}", "--sglang", "{}")])
+    return signatures.main([argument.format(folder) for argument in arguments or ("--vllm", "{}", "--sglang", "{}")])
 
 
 def test_nothing_has_moved(tmp_path, capsys):
@@ -117,3 +117,9 @@ def test_a_folder_without_the_package(tmp_path, capsys):
     assert run(tmp_path, "--sglang", "{}/vllm") == 2
     message = f"{tmp_path}/vllm holds no checkout and no unpacked wheel of sglang: it has no folder sglang"
     assert message in capsys.readouterr().err
+
+
+def test_without_a_folder(capsys):
+    with pytest.raises(SystemExit):
+        signatures.main([])
+    assert "name a folder, with --vllm or --sglang" in capsys.readouterr().err

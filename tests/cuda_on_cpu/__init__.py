@@ -16,8 +16,8 @@ BUILD = HERE.parent.parent / "build"
 NAMESPACE = "specvis_kernels_emulated"
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
             "-O0"]  # to optimize what sanitizers add takes longer than it saves
-TRACE = ["-DCUDA_ON_CPU_TRACE", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0",
-         "--param", "tsan-distinguish-volatile=1", "-w"]  # g++ cannot unroll every loop that nvcc can
+RACES = ["-DCUDA_ON_CPU_RACES", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0",
+         "--param", "tsan-distinguish-volatile=1"]
 FLAGS = ["-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall",
          "-Wno-unknown-pragmas", f"-I{HERE}"]
 
@@ -26,13 +26,13 @@ def newer(file: Path, others) -> bool:
     return file.exists() and file.stat().st_mtime > max(other.stat().st_mtime for other in others)
 
 
-def build(sources, library: Path, *flags: str, trace: bool = False, others=()) -> Path:
+def build(sources, library: Path, *flags: str, races: bool = False, others=()) -> Path:
     """Compile what changed since the last time, and link it with other objects. Raises CalledProcessError.
 
-    With `trace` the kernels tell trace.cpp what they access, see there.
+    With `races` the kernels tell races.cpp what they access, see there.
     """
-    if trace:
-        sources = [*sources, HERE / "trace.cpp"]
+    if races:
+        sources = [*sources, HERE / "races.cpp"]
     if any(source.suffix == ".cu" for source in sources):
         flags = ("-DSPECVIS_CUDA", "-DSPECVIS_EMULATED", *flags)
     compiler = os.environ.get("CXX", "g++")
@@ -49,8 +49,8 @@ def build(sources, library: Path, *flags: str, trace: bool = False, others=()) -
         rule = includes.read_text() if includes.exists() else ""
         known = [Path(name) for name in rule.replace("\\\n", " ").split()[1:]]
         if not known or not all(map(Path.exists, known)) or not newer(target, [Path(__file__), source, *known]):
-            traced = [] if not trace else TRACE if source.suffix == ".cu" else ["-DCUDA_ON_CPU_TRACE"]
-            subprocess.run([compiler, *FLAGS, *flags, *traced, "-MMD", "-MF", includes, "-x", "c++", "-c", source,
+            told = [] if not races else RACES if source.suffix == ".cu" else RACES[:1]
+            subprocess.run([compiler, *FLAGS, *flags, *told, "-MMD", "-MF", includes, "-x", "c++", "-c", source,
                             "-o", made, "-isystem", torch_folder / "include",
                             "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"], check=True)
             subprocess.run(["objcopy", "--rename-section", ".noinit=specvis_shared", made, target], check=True)
@@ -73,13 +73,13 @@ def load() -> None:
     register(build([*kernels(), *bindings()], folder / "emulated.so", *(SANITIZE if sanitize else [])))
 
 
-def build_some(sources, library: Path, *flags: str, trace: bool = False) -> Path:
+def build_some(sources, library: Path, *flags: str, races: bool = False) -> Path:
     """A library of these kernels, compiled with `flags`, and of all others as `load` has them."""
     plain, every = BUILD / "cuda_on_cpu", [*kernels(), *bindings()]
     build(every, plain / "emulated.so")
     names = {source.name for source in sources}
     others = [plain / f"{source.name}.o" for source in every if source.name not in names]
-    return build(sources, library, *flags, trace=trace, others=others)
+    return build(sources, library, *flags, races=races, others=others)
 
 
 def kernels() -> list:

@@ -25,7 +25,7 @@
 
 #include "cuda_runtime_api.h"
 #include "fiber.h"
-#include "trace.h"
+#include "races.h"
 
 #define __global__
 #define __device__
@@ -172,7 +172,7 @@ inline std::string failure;
 
 // Every thread of the block waits for the others; returns how many voted yes.
 inline unsigned barrier(bool vote, Place place) {
-  const trace::Pause pause;
+  const races::Pause pause;
   Block& block = *self->block;
   if (block.arrived == 0) block.barrier_place = place;
   if (!(place == block.barrier_place))
@@ -186,20 +186,20 @@ inline unsigned barrier(bool vote, Place place) {
     for (unsigned i = 0; i < size; ++i) block.threads[i]->state = Thread::ready;
     block.counted = block.votes;
     block.arrived = block.votes = 0;
-    trace::barrier_opens();
+    races::barrier_opens();
   }
   return block.counted;
 }
 
 // Every thread of the cluster arrives, and goes on; then it waits until all the others have arrived.
 inline void arrive_at_cluster(Place place, bool is_relaxed) {
-  const trace::Pause pause;
+  const races::Pause pause;
   if (self->arrivals > self->waits) fail("arrives twice at the cluster's barrier without waiting, at " + place.text());
   if (cluster_arrived == 0) cluster_place = place;
   if (!(place == cluster_place))
     fail("arrives at the cluster's barrier of " + place.text() + ", others at that of " + cluster_place.text());
   ++self->arrivals;
-  trace::arrives_at_cluster(is_relaxed);
+  races::arrives_at_cluster(is_relaxed);
   if (++cluster_arrived < cluster_size * size) return;
   cluster_arrived = 0;
   ++cluster_phase;
@@ -207,19 +207,19 @@ inline void arrive_at_cluster(Place place, bool is_relaxed) {
     if (threads[i]->state == Thread::at_cluster_barrier) threads[i]->state = Thread::ready;
 }
 inline void wait_for_cluster(Place place) {
-  const trace::Pause pause;
+  const races::Pause pause;
   if (self->arrivals == self->waits) fail("waits for the cluster without having arrived, at " + place.text());
   if (cluster_phase < ++self->waits) {
     self->state = Thread::at_cluster_barrier;
     self->place = place;
     self->fiber.wait();
   }
-  trace::waited_for_cluster();
+  races::waited_for_cluster();
 }
 
 // Where another block of the cluster has what this one has at `shared`.
 inline void* map_shared(void* shared, unsigned rank, Place place) {
-  const trace::Pause pause;
+  const races::Pause pause;
   const auto offset = [shared](const volatile unsigned char* from) {
     return reinterpret_cast<uintptr_t>(shared) - reinterpret_cast<uintptr_t>(from);
   };
@@ -238,8 +238,8 @@ inline void* map_shared(void* shared, unsigned rank, Place place) {
 }
 
 // The lanes in the mask wait for each other; returns what each of them brought.
-inline const uint64_t* exchange(unsigned mask, uint64_t value, Place place, bool only_waits = false) {
-  const trace::Pause pause;
+inline const uint64_t* exchange(unsigned mask, uint64_t value, Place place) {
+  const races::Pause pause;
   const unsigned first = self->rank / 32 * 32, lanes = std::min(32u, size - first);
   const std::unique_ptr<Thread>* const warp = self->block->threads + first;
   if (lanes < 32 && mask >> lanes) fail("the mask names lanes that the block does not have, at " + place.text());
@@ -267,13 +267,13 @@ inline const uint64_t* exchange(unsigned mask, uint64_t value, Place place, bool
     for (unsigned from = 0; from < lanes; ++from) thread.values[from] = warp[from]->value;
     thread.state = Thread::ready;
   }
-  trace::warp_operation(mask, only_waits);
+  races::warp_operation(mask);
   return self->values;
 }
 
 inline void run_thread() {
   (*body)();
-  const trace::Pause pause;
+  const races::Pause pause;
   self->state = Thread::exited;
   while (true) self->fiber.wait();
 }
@@ -281,9 +281,9 @@ inline void run_thread() {
 inline void resume(Thread& thread) {
   self = &thread;
   threadIdx = thread.index;
-  trace::thread_runs(true);
+  races::thread_runs(true);
   thread.fiber.resume();
-  trace::thread_runs(false);
+  races::thread_runs(false);
 }
 
 inline void begin(Block& block) {
@@ -359,10 +359,9 @@ inline bool run_blocks(std::minstd_rand& order) {
 inline void run_cluster(std::minstd_rand& order) {
   cluster_arrived = cluster_phase = 0;
   for (unsigned i = 0; i < cluster_size; ++i) begin(*blocks[i]);
-  trace::cluster_begins();
+  races::cluster_begins();
   while (run_blocks(order) && failure.empty()) {
   }
-  trace::cluster_ends();
   if (!failure.empty()) return;
   unsigned at[5] = {};
   const Thread* some = nullptr;
@@ -426,7 +425,7 @@ cudaError_t launch(const char* name, void (*kernel)(Parameters...), dim3 grid, u
   const char* seed = std::getenv("CUDA_ON_CPU_SEED");
   std::minstd_rand order(seed ? std::atoi(seed) : 1);
   failure.clear();
-  trace::launch_begins(name);
+  races::launch_begins(name);
   for (unsigned z = 0; z < grid.z; ++z)
     for (unsigned y = 0; y < grid.y; ++y)
       for (unsigned x = 0; x < grid.x; x += cluster) {
@@ -437,7 +436,7 @@ cudaError_t launch(const char* name, void (*kernel)(Parameters...), dim3 grid, u
                  ", " + std::to_string(blockIdx.z) + "), " + failure;
         return last_error = cudaErrorLaunchFailure;
       }
-  trace::launch_ends();
+  races::launch_ends();
   return cudaSuccess;
 }
 
@@ -456,14 +455,14 @@ T from_bits(Bits bits) {
 }
 
 inline int lane() {
-  const trace::Pause pause;
+  const races::Pause pause;
   return self->rank % 32;
 }
 
 // What lane `source` brought; the own value if that is in another group of `width` lanes.
 template <class T>
 T take(unsigned mask, T value, int source, int width, Place place) {
-  const trace::Pause pause;
+  const races::Pause pause;
   const uint64_t* values = exchange(mask, bits_of(value), place);
   if (source < 0 || source / width != lane() / width) source = lane();
   if (!(mask >> source & 1)) fail("takes from a lane outside the mask at " + place.text());
@@ -472,7 +471,7 @@ T take(unsigned mask, T value, int source, int width, Place place) {
 
 template <class T, class Operation>
 T reduce(unsigned mask, T value, Place place, Operation operation) {
-  const trace::Pause pause;
+  const races::Pause pause;
   const uint64_t* values = exchange(mask, bits_of(value), place);
   T result = value;
   for (int other = 0; other < 32; ++other)
@@ -483,8 +482,8 @@ T reduce(unsigned mask, T value, Place place, Operation operation) {
 // Nothing interrupts a fiber: reading and writing one after the other is atomic.
 template <class T, class Operation>
 CUDA_ON_CPU_CALLED T modify(T* memory, Operation operation) {
-  trace::atomic(memory, sizeof *memory, __builtin_return_address(0));
-  const trace::Pause pause;
+  races::atomic(memory, sizeof *memory, __builtin_return_address(0));
+  const races::Pause pause;
   const T before = *memory;
   *memory = operation(before);
   return before;
@@ -523,7 +522,7 @@ inline int __syncthreads_or(int vote, HERE) { return cuda_on_cpu::barrier(vote, 
 inline int __syncthreads_and(int vote, HERE) { return cuda_on_cpu::barrier(vote, place) == cuda_on_cpu::size; }
 
 inline unsigned __clusterRelativeBlockRank() {
-  const cuda_on_cpu::trace::Pause pause;
+  const cuda_on_cpu::races::Pause pause;
   return cuda_on_cpu::self->block->rank;
 }
 inline unsigned __clusterSizeInBlocks() { return cuda_on_cpu::cluster_size; }
@@ -534,7 +533,7 @@ inline void* __cluster_map_shared_rank(const void* shared, unsigned rank, HERE) 
   return cuda_on_cpu::map_shared(const_cast<void*>(shared), rank, place);
 }
 
-inline void __syncwarp(unsigned mask = 0xffffffffu, HERE) { cuda_on_cpu::exchange(mask, 0, place, true); }
+inline void __syncwarp(unsigned mask = 0xffffffffu, HERE) { cuda_on_cpu::exchange(mask, 0, place); }
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32, HERE) {
   const int first = cuda_on_cpu::lane() / width * width;
@@ -579,7 +578,7 @@ T __reduce_max_sync(unsigned mask, T value, HERE) {
 }
 template <class T>
 unsigned __match_any_sync(unsigned mask, T value, HERE) {
-  const cuda_on_cpu::trace::Pause pause;
+  const cuda_on_cpu::races::Pause pause;
   const uint64_t mine = cuda_on_cpu::bits_of(value);
   const uint64_t* values = cuda_on_cpu::exchange(mask, mine, place);
   unsigned equal = 0;
@@ -606,7 +605,7 @@ template <class T>
 T atomicCAS(T* memory, std::common_type_t<T> expected, std::common_type_t<T> value) {
   return cuda_on_cpu::modify(memory, [=](T before) { return before == expected ? value : before; });
 }
-inline void __threadfence() { cuda_on_cpu::trace::fence(); }
+inline void __threadfence() { cuda_on_cpu::races::fence(); }
 inline void __threadfence_block() {}
 
 template <class T>

@@ -213,7 +213,7 @@ __global__ void reverse(int64_t* data) {
   }
 }
 
-// For the tracer. data[0] is 0, and counts blocks; the last one sums what each of them found.
+// data[0] is 0, and counts blocks; the last one sums what each of them found.
 template <bool kFence>
 __global__ void ticket(int64_t* data) {
   __shared__ bool is_last;
@@ -237,23 +237,6 @@ __global__ void reads_a_counter(int64_t* data) {
   data[1 + threadIdx.x] = *reinterpret_cast<T*>(data);
 }
 
-// Each thread stores a word kStride words after the previous thread's, and loads it.
-template <int kStride>
-__global__ void strides(int64_t* data) {
-  __shared__ int words[32 * 33];
-  words[threadIdx.x * kStride] = threadIdx.x;
-  __syncwarp();
-  data[threadIdx.x] = words[threadIdx.x * kStride];
-}
-
-// Each thread loads a number kStride numbers after the previous thread's.
-template <int kStride>
-__global__ void loads(int64_t* data) {
-  const int64_t value = data[threadIdx.x * kStride];
-  __syncthreads();
-  data[threadIdx.x] = value;
-}
-
 // The first lane of each half warp passes a number on to the half, or to the whole warp; the half alone waits.
 template <bool kWhole>
 __global__ void tells_half_a_warp(int64_t* data) {
@@ -264,18 +247,6 @@ __global__ void tells_half_a_warp(int64_t* data) {
   data[threadIdx.x] = told[kWhole ? 0 : half];
 }
 
-// Four loads at once, or each where the one before says.
-template <bool kInTurn>
-__global__ void four_loads(int64_t* data) {
-  int64_t at = 0, sum = 0;
-  if (kInTurn) {
-    for (int i = 0; i < 4; ++i) at = data[at];
-  } else {
-    sum = data[16] + data[32] + data[48] + data[64];
-  }
-  if (threadIdx.x == 0) data[1] = at + sum;
-}
-
 const struct {
   const char* name;
   void (*kernel)(int64_t*);
@@ -284,15 +255,8 @@ const struct {
     {"ticket_without_fences", ticket<false>},
     {"waits_for_a_volatile", reads_a_counter<volatile int64_t>},
     {"looks_at_an_atomic", reads_a_counter<int64_t>},
-    {"stores_in_a_row", strides<1>},
-    {"stores_in_one_bank", strides<32>},
-    {"stores_in_every_bank", strides<33>},
-    {"loads_in_a_row", loads<1>},
-    {"loads_uncoalesced", loads<4>},
     {"tells_half_a_warp", tells_half_a_warp<false>},
     {"tells_the_other_half_too", tells_half_a_warp<true>},
-    {"four_loads_at_once", four_loads<false>},
-    {"four_loads_in_turn", four_loads<true>},
     {"warp_operations", warp_operations},
     {"static_shared_memory", static_shared_memory},
     {"shared_memory_of_templates", shared_memory_of_templates},

@@ -54,8 +54,7 @@ def test_the_op_passes_the_tests_of_the_page(clone):
         assert re.search(rf"{backend} [1-9]", passed), passed
     run(clone, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/laws/test_at_the_door.py",
         "tests/test_package.py", "tests/test_documents.py", "-k", "not install")
-    run(clone, "-m", "tests.cuda_on_cpu.trace", "count_above", "--write-bounds")
-    run(clone, "-m", "tests.cuda_on_cpu.trace", "count_above", "--check")
+    run(clone, "-m", "tests.cuda_on_cpu.races", "count_above")
 
 
 def test_the_op_is_as_tidy_as_the_others(clone):

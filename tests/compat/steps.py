@@ -1,10 +1,9 @@
-"""Random steps of decoding, for benchmarks.check_compat: trees, logits of target and draft model, logits processors."""
+"""Random steps of a dynamic tree, as LANTERN's and EAGLE's decoders have them, and logits processors."""
 import random
 from typing import NamedTuple
 
 import torch
 
-TOPK = 10  # children of a node
 GUIDANCE = 3.0
 
 
@@ -43,11 +42,10 @@ class Processors(list):
 
 
 class Case(NamedTuple):
-    """A step of decoding: a tree of N nodes, and the outputs of target and draft model for it."""
+    """A step of decoding: a tree of N nodes, and the target's outputs for it."""
     logits: torch.Tensor            # (2, N, V) of the target: with the condition, then without it
     tokens: torch.Tensor            # (1, N)
     retrieve_indices: torch.Tensor  # (L, D)
-    proposals: tuple | None = None  # for a static tree: cart_candidates_prob and op of evaluate_posterior_v1
 
 
 def random_tree(nodes: int) -> list[int]:
@@ -89,31 +87,6 @@ def dynamic_case(vocab: int, nodes: int, image: slice = slice(None)) -> Case:
     rank = [parents[:node].count(parent) for node, parent in enumerate(parents)]
     tokens = best[torch.tensor(parents).clamp(min=0), torch.tensor(rank)]
     return Case(logits, tokens[None], paths_of(parents))
-
-
-def static_case(vocab: int, buffers: dict, processors: Processors | None) -> Case:
-    """A node's children are drawn from its draft without replacement, or are the likeliest tokens where it is greedy.
-
-    Rows of the draft have a token for each child: the release divides by 0 where they have not.
-    """
-    depth, paths, index = (buffers[name] for name in ("tree_position_ids", "retrieve_indices", "tree_indices"))
-    parent = torch.zeros_like(depth).scatter(0, paths[:, 1:].clamp(min=0).flatten(), paths[:, :-1].flatten())
-    parents = parent[1:].unique()
-    while True:
-        logits, draft = random_rows(vocab, len(depth))
-        if processors is None or bool((processors(None, draft[parents]).softmax(-1) > 0).sum(1).ge(TOPK).all()):
-            break
-    if processors is None:
-        tokens, proposals = draft[parents].topk(TOPK).indices, (None, None)
-    else:
-        rows = processors(None, draft[parents]).softmax(-1)
-        tokens = rows.multinomial(TOPK)
-        probs = rows.gather(1, tokens)
-        probs = (probs / (1 - probs.cumsum(1) + probs)).clamp(0, 1)
-        proposals = (torch.cat([torch.ones(1), probs.flatten()])[index][paths],
-                     list(rows.split(depth[parents].bincount().tolist())))
-    nodes = torch.cat([torch.zeros(1, dtype=torch.int64), tokens.flatten()])[index]
-    return Case(logits, nodes[None], paths, proposals)
 
 
 def ring_of_neighbors(codes: int, columns: int) -> torch.Tensor:
