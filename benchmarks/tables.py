@@ -48,8 +48,8 @@ def origin(name: str) -> str:
     if path.suffix != ".json":
         return ""
     record = json.loads(path.read_text())
-    machine, note = record.get("machine", record), f", {record['note']}" if "note" in record else ""
-    return f"{machine['git']}, {machine['cpu' if machine['device'] == 'cpu' else 'device']}{note}"
+    machine = record.get("machine", record)
+    return f"{machine['git']}, {machine['cpu' if machine['device'] == 'cpu' else 'device']}"
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -104,6 +104,33 @@ def decode_batch() -> str:
     return markdown(["", *(f"`{row['method']}`" for row in rows)],
                     ["s per picture", *(f"{row['picture_s']:.2f}" for row in rows)],
                     ["speed, baseline = 1", *(f"{row['times_vanilla']:.2f}" for row in rows)])
+
+
+OPS_OF_A_CPU = [  # title, the file's suffix, ops, how sizes begin, the code beside them in the file and in the table
+    ("`verify_logits`, one request", "", "verify_logits", "1 ", "two ops", "`guided_probs`, `verify_tree`"),
+    ("`verify_logits`, eight", "", "verify_logits", "8 ", "two ops", "the same"),
+    ("`draft_frontier`", "", "draft_frontier", "", "two ops", "the ops that it replaces"),
+    ("`draft_children`", "", "draft_children", "", "two ops", "the ops that it replaces"),
+    ("`tree_attention`", "", "tree_attention", "", "attention", "PyTorch's attention under a mask"),
+    ("`commit_kv`", "", "commit_kv", "", "index and put", "index and put"),
+    ("`commit_tokens`", "", "commit_tokens", "", "scatter", "scatters"),
+    ("`verify_chain`", "-formats", "verify_chain", "", "padded", "padding, `verify_tree`"),
+    ("`accept_gaussian`, `resample_gaussian`", "-continuous", "accept_gaussian resample_gaussian", "", "oracle",
+     "PyTorch's operators"),
+]
+
+
+def cpu_ops() -> str:
+    """How many times as fast as the code beside it each op is, over sizes and modes."""
+    lines = []
+    for title, suffix, names, sizes, other, beside in OPS_OF_A_CPU:
+        times = {(row["op"], row["mode"], row["shape"], row["backend"]): row["p10_us"]
+                 for row in rows_of(f"{CPU}{suffix}.json")
+                 if row["op"] in names.split() and row["shape"].startswith(sizes)}
+        ratios = [times[(*case, other)] / time for (*case, backend), time in times.items()
+                  if backend == "cpu" and (*case, other) in times]
+        lines.append([title, beside, f"{min(ratios):.1f} to {max(ratios):.1f}"])
+    return markdown(["op", "beside", "times as fast"], *lines)
 
 
 def forward_ms(nodes: int, what: str, **model) -> float:
@@ -190,8 +217,8 @@ OPS = [  # title, op, its sizes after the batch
     ("`verify_logits` with seeds", "verify_logits", TREE + ", 'seeds': True}"),
     ("`draw_tokens`, 33 pairs of float32", "draw_tokens", f"33 16384 float32 True {IMAGE}"),
     ("`commit_kv`, 6 nodes", "commit_kv",
-     "60 6 {'layout': 'layers', 'count': 36, 'width': 1280, 'columns': 64, 'dtype': torch.bfloat16, 'some_wrong': False,"
-     " 'all_accepted': True}"),
+     "60 6 {'layout': 'layers', 'count': 36, 'width': 1280, 'columns': 64, 'dtype': torch.bfloat16, "
+     "'some_wrong': False, 'all_accepted': True}"),
     ("`commit_tokens`", "commit_tokens", "60 6 576 True False"),
     ("`guided_probs`, 60 pairs of bfloat16", "guided_probs", f"60 16384 bfloat16 True {IMAGE} None"),
     ("`expand_tree`, 10 rows", "expand_tree", "10 16384 10"),
@@ -249,9 +276,9 @@ def readme() -> str:
          f"{min(llama):.1f} to {max(llama):.1f} times as fast as llama.cpp"])
 
 
-TABLES = {"compare": compare, "decode": decode, "decode-refresh": decode_refresh,
-          "decode-batch": decode_batch, "forward": forward, "gpu-decode": gpu_decode, "gpu-refresh": gpu_refresh,
-          "refresh-pays": refresh_pays, "gpu-ops": gpu_ops, "readme": readme}
+TABLES = {"compare": compare, "decode": decode, "decode-refresh": decode_refresh, "decode-batch": decode_batch,
+          "forward": forward, "ops": cpu_ops, "gpu-decode": gpu_decode, "gpu-refresh": gpu_refresh, "gpu-ops": gpu_ops,
+          "refresh-pays": refresh_pays, "readme": readme}
 
 
 def captioned(table) -> str:

@@ -179,6 +179,38 @@ def test_every_drawing_is_shown():
     assert shown == drawings
 
 
+def test_the_tables_are_the_files():
+    pages = {path: path.read_text() for path in tables.DOCUMENTS}
+    for path, page in pages.items():
+        assert page == tables.written(page, tables.TABLES), f"python -m benchmarks.tables: {name_of(path)}"
+    blocks = [name for page in pages.values() for name, *_ in tables.BLOCK.findall(page)]
+    assert sorted(blocks) == sorted([*tables.TABLES, "refresh"])
+
+
+def test_only_blocks_with_a_table_are_written():
+    page = "1.0\n<!-- table: new -->\n<!-- end -->\n2.0\n<!-- table: old -->\n| 3.0 |\n<!-- end -->\n"
+    new = "1.0\n<!-- table: new -->\n| 4.0 |\n<!-- end -->\n2.0\n<!-- table: old -->\n| 3.0 |\n<!-- end -->\n"
+    assert tables.written(page, {"new": lambda: "| 4.0 |"}) == new
+    assert tables.written(new, {"new": lambda: "| 4.0 |"}) == new
+
+
+@pytest.mark.parametrize("path", tables.DOCUMENTS, ids=name_of)
+def test_prose_has_no_measured_number(path):
+    """Measured numbers are in tables, which a command writes."""
+    text = " ".join(re.sub(r"^\|.*$", "", prose(path), flags=re.M).split())
+    assert not re.findall(r"\d (?:ms|us|times as (?:fast|long)|(?:more )?tokens per (?:target )?forward)\b", text)
+
+
+def test_the_memory_of_families_is_its_formula():
+    """Two rows for each picture, or one, of prompts of 128 and of L tokens."""
+    page = (DOCS / "families.md").read_text()
+    rows = re.findall(r"^\| (.*) \| ([\d,]+) \| (\d+) \| ([\d.]+) \|$", page.partition("## Memory\n")[2], re.M)
+    assert len(rows) == 6
+    for name, size, length, shown in rows:
+        memory = (1 if name.startswith("GLM") else 2) * (128 + int(length)) * int(size.replace(",", "")) / 1e9
+        assert f"{memory:.{len(shown.partition('.')[2])}f}" == shown, name
+
+
 def test_the_tables_of_refresh_are_the_file():
     results = json.loads((ROOT / "benchmarks/results/NVIDIA-H100-80GB-HBM3-refresh.json").read_text())
     page, shown = (DOCS / "measurements.md").read_text(), refresh.tables(results["rows"], 256)
