@@ -147,9 +147,6 @@ ROWS = {
     "tree_from_mask": (
         [(B, 60) for B in (1, 8, 64)],
         lambda B, N: B * N * (N + 4)),
-    "tree_from_paths": (
-        [(B, 30, 6, 60) for B in (1, 8, 64)],
-        lambda B, L, D, N: B * (L * D * 8 + N * 4)),
     "tree_links": (
         [(B, 60) for B in (1, 8, 64)],
         lambda B, N: B * N * (4 + 8 + 12)),
@@ -160,9 +157,6 @@ ROWS = {
         [(B, V, {"num_drafts": [1, 2, 3, 4, 5], "draft": draft})
          for B, V, draft in ((64, 16384, False), (16, 16384, True), (8, 151936, False))],
         lambda B, V, options: B * V * 4 * (2 if options["draft"] else 1)),
-    "tree_paths": (
-        [(B, 60, 6) for B in (1, 8, 64)],
-        lambda B, N, P: B * N * (4 + (P + 1) * 8)),
     "verify_greedy": (  # the root's target and first child, and the results
         [(B, 60, 6, 10) for B in (1, 8, 64)],
         lambda B, N, P, branch: B * (P * 4 + 28)),
@@ -190,8 +184,8 @@ ON_GPUS = {  # op -> sizes
 REWINDS = {"commit_tokens": lambda args, kwargs: args[1].zero_()}  # the counts: later calls would find full images
 FIRST = ("draft_frontier", "verify_logits", "draft_children", "draw_tokens", "tree_attention", "rotate_into_cache",
          "rms_norm", "swiglu", "select_tree", "commit_kv", "tree_links", "commit_tokens")  # the ops of a step
-LAST = ("draw_children", "expand_tree", "guided_probs", "neighborhood_sum", "tree_from_mask", "tree_from_paths",
-        "tree_paths", "verify_chain", "verify_greedy", "verify_tree")  # these no loop here calls
+LAST = ("draw_children", "expand_tree", "guided_probs", "neighborhood_sum", "tree_from_mask",
+        "verify_chain", "verify_greedy", "verify_tree")  # these no loop here calls
 GROUPS = ("kernels", "others", "baselines", "oracles")
 AGAIN = 75  # the exit status that asks for another run, as sysexits.h has it
 

@@ -3,10 +3,9 @@ import torch
 from torch import Tensor
 
 from ._checks import check_count, check_dims, integers
-from ._define import define
 
 
-def tree_from_paths(paths: Tensor, num_nodes: int, *, backend: str | None = None) -> Tensor:
+def tree_from_paths(paths: Tensor, num_nodes: int) -> Tensor:
     """Make parents from the paths to the leaves: `retrieve_indices` of EAGLE, LANTERN and Medusa.
 
     Each row of paths is the way from the root, node 0, down to a leaf. A node on no path is unused, except the
@@ -19,7 +18,6 @@ def tree_from_paths(paths: Tensor, num_nodes: int, *, backend: str | None = None
     Args:
         paths:      (L, D) or (B, L, D) int64 or int32   L paths of at most D nodes; negative numbers pad
         num_nodes:  N, how many nodes a tree has
-        backend:    None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
         parents:    (B, N) int32   B is 1 for paths of two dimensions. -1 for the root, -2 for unused nodes. It is N,
@@ -40,11 +38,7 @@ def tree_from_paths(paths: Tensor, num_nodes: int, *, backend: str | None = None
         paths = paths[None]
     B, L, D = check_dims("paths", paths, "BLD")
     paths = integers("paths", paths, torch.int64, B=B, L=L, D=D)
-    return _call(backend, paths, check_count("num_nodes", num_nodes, 1))
-
-
-def _oracle(paths: Tensor, num_nodes: int):
-    B, N = len(paths), num_nodes
+    N = check_count("num_nodes", num_nodes, 1)
     paths = paths.clamp(-1, N)
     parent, child = paths[:, :, :-1].flatten(1), paths[:, :, 1:].flatten(1)
     # The largest and the smallest parent of each node; column N takes what is out of range, column N + 1 what pads.
@@ -55,10 +49,3 @@ def _oracle(paths: Tensor, num_nodes: int):
     is_root_wrong = (largest[:, 0] != -2) | (largest[:, N] != -2) | (paths == N).flatten(1).any(1)
     parents[:, 0] = torch.where(is_root_wrong, N, -1)
     return parents.int()
-
-
-def _meta(paths, num_nodes):
-    return paths.new_empty(len(paths), num_nodes, dtype=torch.int32)
-
-
-_call = define("tree_from_paths", oracle=_oracle, meta=_meta)

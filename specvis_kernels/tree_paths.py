@@ -3,11 +3,10 @@ import torch
 from torch import Tensor
 
 from ._checks import check_count, check_parents
-from ._define import define
-from .tree_links import _oracle as links_oracle
+from ._define import NAMESPACE
 
 
-def tree_paths(parents: Tensor, max_depth: int | None = None, *, backend: str | None = None) -> Tensor:
+def tree_paths(parents: Tensor, max_depth: int | None = None) -> Tensor:
     """List the path from the root to each leaf: `retrieve_indices` of EAGLE, LANTERN and Medusa, in a fixed shape.
 
     A row is the path to one leaf, the root first. Rows are in lexicographic order of their nodes. That is the order in
@@ -19,7 +18,6 @@ def tree_paths(parents: Tensor, max_depth: int | None = None, *, backend: str | 
     Args:
         parents:    (B, N) int32 or int64   -1 for the root, -2 for unused slots, else a node before this one
         max_depth:  P, how far down paths go; None: N - 1, down to every leaf
-        backend:    None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
         paths:      (B, N, P + 1) int64   a row a leaf; -1 pads. Rows that no leaf needs are -1 and come last
@@ -36,15 +34,11 @@ def tree_paths(parents: Tensor, max_depth: int | None = None, *, backend: str | 
                  [-1, -1, -1],
                  [-1, -1, -1]]])
     """
-    parents = check_parents(parents)
+    parents = check_parents(parents).contiguous()
     max_depth = check_count("max_depth", parents.shape[1] - 1 if max_depth is None else max_depth, 0)
-    return _call(backend, parents, max_depth)
-
-
-def _oracle(parents: Tensor, max_depth: int):
     B, N = parents.shape
     node = torch.arange(N, device=parents.device)
-    ancestors, depth, *_ = links_oracle(parents)
+    ancestors, depth, *_ = getattr(torch.ops, NAMESPACE).tree_links(parents)  # past the check of its status
     is_used = (depth >= 0) & (depth <= max_depth)
     bits = (ancestors.unsqueeze(-1) >> torch.arange(64, device=parents.device)) & 1  # (B, N, W, 64)
     is_on_path = (bits.flatten(2)[..., :N] == 1) & is_used.unsqueeze(2)  # (B, N, N): the column is on the row's path
@@ -62,13 +56,5 @@ def _oracle(parents: Tensor, max_depth: int):
     at = row.unsqueeze(2) * width + depth.unsqueeze(1)
     at = torch.where(is_on_path & is_leaf.unsqueeze(2), at, N * width)  # the last place takes all other nodes
     paths = torch.full((B, N * width + 1), -1, device=parents.device)
-    paths.scatter_(1, at.flatten(1), node.expand(B, N, N).flatten(1))
+    paths = paths.scatter(1, at.flatten(1), node.expand(B, N, N).flatten(1))
     return paths[:, :-1].view(B, N, width).contiguous()
-
-
-def _meta(parents, max_depth):
-    B, N = parents.shape
-    return parents.new_empty(B, N, max_depth + 1, dtype=torch.int64)
-
-
-_call = define("tree_paths", oracle=_oracle, meta=_meta)

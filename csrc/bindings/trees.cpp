@@ -32,18 +32,6 @@ Tensor tree_from_mask(const Tensor& mask) {
   return parents;
 }
 
-Tensor tree_from_paths(const Tensor& paths, int64_t num_nodes) {
-  Arguments a("tree_from_paths", "N");
-  TreeFromPaths batch = {};
-  a.read("paths", paths, "BLD", &batch.paths);
-  a.size("num_nodes", num_nodes, 'N');
-  a.sizes("BLD", batch.B, batch.L, batch.D);
-  batch.N = num_nodes;
-  Tensor parents = a.make({batch.B, num_nodes}, &batch.parents);
-  RUN(tree_from_paths, a, batch);
-  return parents;
-}
-
 Tensors<5> tree_links(const Tensor& parents) {
   Arguments a("tree_links", "N");
   TreeLinks batch = {};
@@ -85,33 +73,13 @@ Tensor tree_mask(const Tensor& ancestors, const MaybeTensor& lengths, const Mayb
   return mask;
 }
 
-Tensor tree_paths(const Tensor& parents, int64_t max_depth) {
-  Arguments a("tree_paths", "N");
-  TreePaths batch = {};
-  a.read("parents", parents, "BN", &batch.parents);
-  a.size("max_depth", max_depth, 'P');
-  const int64_t B = batch.B = a.size('B'), N = batch.N = a.size('N');
-  batch.max_depth = max_depth;
-#ifdef SPECVIS_CUDA
-  const auto links = tree_links(parents);
-  batch.ancestors = std::get<0>(links).const_data_ptr<int64_t>();
-  batch.depth = std::get<1>(links).const_data_ptr<int32_t>();
-  batch.first_child = std::get<2>(links).const_data_ptr<int32_t>();
-#endif
-  Tensor paths = a.make({B, N, max_depth + 1}, &batch.paths);
-  RUN(tree_paths, a, batch);
-  return paths;
-}
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(SPECVIS_NAMESPACE, DEVICE, m) {
   OP(select_tree);
   OP(tree_from_mask);
-  OP(tree_from_paths);
   OP(tree_links);
   OP(tree_mask);
-  OP(tree_paths);
 }
 
 }  // namespace specvis

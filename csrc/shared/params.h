@@ -201,13 +201,6 @@ struct TreeFromMask {
 };
 KERNEL(tree_from_mask, TreeFromMask);
 
-struct TreeFromPaths {
-  int64_t B, L, D, N;
-  const int64_t* paths;  // (B, L, D)
-  int32_t* parents;      // (B, N)
-};
-KERNEL(tree_from_paths, TreeFromPaths);
-
 struct TreeLinks {
   int64_t B, N;
   const int32_t* parents;                       // (B, N)
@@ -230,15 +223,6 @@ struct TreeMask {
   void* mask;        // (B, N, columns), or bits (B, ceil(N * row_bits / 8))
 };
 KERNEL(tree_mask, TreeMask);
-
-struct TreePaths {
-  int64_t B, N, max_depth;
-  const int32_t* parents;              // (B, N)
-  const int64_t* ancestors;            // (B, N, ceil(N / 64)) from tree_links, as what follows
-  const int32_t *depth, *first_child;  // (B, N)
-  int64_t* paths;                      // (B, N, max_depth + 1)
-};
-KERNEL(tree_paths, TreePaths);
 
 struct VerifyGreedy {
   int64_t B, N, max_depth;       // max_depth is P below

@@ -49,27 +49,6 @@ def tree_from_mask(B, N):
     return (mask.to(DEVICE),), {}
 
 
-CASES["tree_from_paths"] = [(1, 1, 1, 1), (2, 5, 4, 7), (3, 9, 3, 20), (2, 70, 7, 130)]
-
-
-def tree_from_paths(B, L, D, N):
-    """Random rows, each from the root on; many nodes have two parents. Every third request has a node too many."""
-    g = torch.Generator().manual_seed(B + L + D + N)
-    paths = torch.randint(-N // 2, N, (B, L, D), generator=g).clamp(min=-2)
-    paths = torch.where(paths == 0, -1, paths)
-    paths[:, :, :1] = 0
-    paths[2::3, L // 2, D - 1] = N
-    return (paths.to(DEVICE), N), {}
-
-
-CASES["tree_paths"] = [(1, 1, 0), (2, 7, 2), (3, 20, 19), (2, 130, 4)]
-
-
-def tree_paths(B, N, max_depth):
-    (parents,), _ = tree_links(B, N)
-    return (parents, max_depth), {}
-
-
 CASES["tree_mask"] = [
     (1, 1),
     (2, 7, True, "packed", 20),

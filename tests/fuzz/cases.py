@@ -165,11 +165,6 @@ def tree_links(d):
     return {"parents": any_parents(d)}
 
 
-def tree_paths(d):
-    parents = any_parents(d)
-    return {"parents": parents, "max_depth": d.pick(None, 0, 1, 3, parents.shape[1] + 2)}
-
-
 def tree_from_mask(d):
     N = d.nodes()
     mask = bits_of(cases.ancestors_of(d.parents(d.batch(N), N)[:, 1:]))[..., :N]
@@ -178,21 +173,6 @@ def tree_from_mask(d):
     dtype = d.pick(torch.bool, torch.bool, torch.int64, torch.float32)
     return {"mask": mask if dtype == torch.bool else d.hurt(mask.to(dtype), (-1, 2) if dtype == torch.int64 else (
         NAN, -0.0, 1e-45))}
-
-
-def tree_from_paths(d):
-    L, D, N = d.nodes(), d.pick(1, 2, 4, 7), d.nodes()
-    B = d.batch(L)
-    if d.chance(0.4):
-        parents = d.parents(B, N)
-        paths = specvis_kernels.tree_paths(parents, D - 1, backend="oracle")
-    else:
-        paths = d.below(N, B, L, D, low=-N)
-        paths[:, :, :1] = 0
-    paths = d.hurt(paths, (N, *INT64, *range(min(N, 9))))
-    if B and d.chance(0.1):
-        paths = paths[0]
-    return {"paths": paths if d.chance(0.7) else paths.clamp(-2**31, 2**31 - 1).int(), "num_nodes": N}
 
 
 def tree_mask(d):
@@ -462,12 +442,11 @@ COUNTED = {"sample_residual": 1, "neighborhood_sum": 1, "verify_chain": 1, "comm
 
 def rows_of(op, named):
     """How many rows or nodes a case has."""
-    first = {"commit_kv": "accepted_nodes", "verify_chain": "uniforms", "tree_from_paths": "paths"}.get(op)
+    first = {"commit_kv": "accepted_nodes", "verify_chain": "uniforms"}.get(op)
     tensor = named[first or next(name for name, a in named.items() if isinstance(a, torch.Tensor) and name in (
         "logits", "target_probs", "draft_probs", "probs", "parents", "mask", "ancestors", "tokens", "codebook",
         "target_tokens", "x", "noise", "gate", "qkv"))]
-    dims = tensor.shape[:COUNTED.get(op, 2)]
-    return dims.numel() if op != "tree_from_paths" or tensor.ndim == 3 else tensor.shape[0]
+    return tensor.shape[:COUNTED.get(op, 2)].numel()
 
 
 def backends_of(d, op, named):

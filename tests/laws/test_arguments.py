@@ -40,15 +40,14 @@ OPS = sorted(cases.CASES)
 PARAMETERS = {op: list(inspect.signature(getattr(specvis_kernels, op)).parameters) for op in OPS}
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
           torch.bool)
-FORGIVING = {("tree_from_mask", "mask"), ("tree_from_paths", "paths"), ("packed_linear", "x"), ("rms_norm", "x"),
+FORGIVING = {("tree_from_mask", "mask"), ("packed_linear", "x"), ("rms_norm", "x"),
              ("swiglu", "gate")}  # of dtype or dimensions
 COUNTS = [  # op, the argument that is a count, the least that it may be
     ("codebook_neighbors", "k", 1), ("draft_children", "num_children", 1), ("draft_frontier", "first_candidate", 0),
     ("draft_frontier", "first_node", 1), ("draft_frontier", "level", 1), ("draft_frontier", "num_children", 1),
     ("draw_children", "num_children", 1), ("draw_tokens", "ahead", 0), ("expand_tree", "num_children", 1),
-    ("select_tree", "num_nodes", 1), ("tree_from_paths", "num_nodes", 1), ("tree_mask", "columns", 1),
-    ("tree_paths", "max_depth", 0), ("verify_greedy", "max_depth", 0), ("verify_logits", "max_depth", 0),
-    ("verify_tree", "max_depth", 0),
+    ("select_tree", "num_nodes", 1), ("tree_mask", "columns", 1), ("verify_greedy", "max_depth", 0),
+    ("verify_logits", "max_depth", 0), ("verify_tree", "max_depth", 0),
 ]
 OTHER = {torch.int32: torch.int64, torch.int64: torch.int32}
 STRICT = {"ancestors", "status", "neighbors"}  # words of bits, bits, and a table that kernels read as it is

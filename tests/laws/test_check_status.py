@@ -22,8 +22,8 @@ from specvis_kernels import (
     commit_kv,
     guided_probs,
     sample_residual,
+    tree_from_mask,
     tree_mask,
-    tree_paths,
     verify_chain,
     verify_tree,
 )
@@ -96,7 +96,7 @@ def checks(monkeypatch):
 
 def test_every_op_can_check_itself(checks):
     sample(torch.full((2, 3), 0.25, device=DEVICE))
-    tree_paths(torch.tensor([[-1, 5]], device=DEVICE))  # has no status
+    tree_from_mask(torch.zeros(1, 2, 2, device=DEVICE).bool())  # has no status
     with pytest.raises(StatusError, match="sample_residual: INVALID_ROW at requests 0, 1"):
         sample(torch.full((2, 3), -1.0, device=DEVICE))
 

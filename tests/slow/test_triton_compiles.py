@@ -117,11 +117,9 @@ CHANGING = {
     "tree_attention": [[(B, N, 4, 4, 32, {"dtype": dtype, "columns": 160}) for B in BATCHES for N in NODES]
                        for dtype in (torch.float32, torch.bfloat16)],
     "tree_from_mask": [[(B, N) for B in BATCHES for N in NODES]],
-    "tree_from_paths": [[(B, L, D, N) for B in BATCHES for L, D in ((1, 1), (16, 4), (30, 6)) for N in NODES]],
     "tree_links": [[(B, N) for B in BATCHES for N in NODES]],
     "tree_mask": [[(B, N, True, form, columns) for B in BATCHES for N in NODES for columns in (130, 144, 1111)]
                   for form in ("bool", "additive", "packed", "packed_rows")],
-    "tree_paths": [[(B, N, P) for B in BATCHES for N in NODES for P in (1, 7, 16)]],
     "verify_chain": [[(len(drafts), V, options | {"num_drafts": drafts})
                       for drafts in ([1], [0, 3], [16], [2, 5, 1], [8, 8])]
                      for options in ({}, {"draft": True}, {"k": 6, "residual": "relaxed"},
