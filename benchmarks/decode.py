@@ -51,7 +51,7 @@ from specvis.cli.plots import method_color, plt, shade
 from specvis.decoding.baseline import decode
 from specvis.decoding.decoded import Decoded
 from specvis.decoding.draft_model import EagleDraftModel, SmallDraftModel
-from specvis.decoding.driver import GRAPHS, Captured
+from specvis.decoding.graphs import GRAPHS, Captured
 from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import METHODS, Method, parse_method
 from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
@@ -231,10 +231,10 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
         if max_steps is not None and first and num_steps >= first[1] + max_steps:
             raise Enough
 
-    def counted(captured, state, settings, call=Captured.__call__):
+    def counted(captured, state, call=Captured.__call__):
         nonlocal num_steps
         num_steps += 1
-        return call(captured, state, settings)
+        return call(captured, state)
 
     def replacement(name, call):
         call = watch.timed("ops", call) if watch else call

@@ -25,9 +25,8 @@ import torch
 
 from benchmarks import harness
 from specvis.cli.plots import plt
-from specvis.decoding.trees import chain_ancestors
 from specvis.models import layers
-from specvis.models.interface import Nodes
+from specvis.models.interface import Nodes, chain_ancestors
 from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config
 from specvis.pipelines.discrete import Pipeline
 from specvis_kernels import pack_weight, packed_linear

@@ -3,7 +3,7 @@ decoding's is tested with those of other methods."""
 import pytest
 import torch
 
-import specvis.decoding.driver
+import specvis.decoding.graphs
 import specvis.decoding.refresh
 from specvis.decoding.baseline import decode
 from specvis.decoding.draft_model import SmallDraftModel
@@ -101,7 +101,7 @@ class WrittenOut:
 @pytest.mark.parametrize("model", [BagModel, RowsModel, Unguided], ids=lambda model: model.__name__)
 def test_the_guesses_are_those_written_out(monkeypatch, model, refresh, guess):
     """Every guess counts: a step accepts as many as are right. Requests of many windows, some of which are begun."""
-    monkeypatch.setattr(specvis.decoding.driver, "BUCKET", 1)  # no column is read that need not be
+    monkeypatch.setattr(specvis.decoding.graphs, "BUCKET", 1)  # no column is read that need not be
     target, small = model(1), near(model(1))
     sampling = settings(**VARIED | ({"guidance": 1.0} if model is Unguided else {}))
     methods = [method("jacobi", window=window, refresh=refresh, guess=guess) for window in WINDOWS]
@@ -136,7 +136,7 @@ def test_a_forward_gives_more_tokens(tiny, monkeypatch):  # noqa: F811
     with monkeypatch.context() as patch:
         patch.setattr(specvis.decoding.refresh, "TRUST", 0.0)
         assert few + 0.2 < tau("jacobi:window=5:refresh=2") < more[1] - 0.2
-    monkeypatch.setattr(specvis.decoding.driver, "BUCKET", 1)  # no column is read that need not be
+    monkeypatch.setattr(specvis.decoding.graphs, "BUCKET", 1)  # no column is read that need not be
     assert tau("jacobi:window=5:refresh=2") == more[1]
 
 

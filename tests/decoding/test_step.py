@@ -14,7 +14,8 @@ import specvis.decoding.jacobi
 import specvis.decoding.speculative
 import specvis.models.threads
 from specvis.decoding.draft_model import EagleDraftModel
-from specvis.decoding.driver import GRAPHS, POLL
+from specvis.decoding.driver import POLL
+from specvis.decoding.graphs import GRAPHS
 from specvis.decoding.jacobi import JacobiState
 from specvis.decoding.methods import parse_method
 from specvis.decoding.sampling import Sampling
@@ -59,9 +60,9 @@ def operations_of_steps(pipeline, method, monkeypatch, batch=2):
     module = module_of(method)
     run_step = module.run_step
 
-    def counted(state, settings):
+    def counted(state):
         operations.counts = Counter()
-        result = run_step(state, settings)
+        result = run_step(state)
         steps.append(Counter(operations.counts))
         return result
 
@@ -205,11 +206,11 @@ def state_before(pipeline, method, monkeypatch, num_steps=1, temperature=1.0):
     """The state of a loop before its next step, after that many steps."""
     states, run_step = [], module_of(method).run_step
 
-    def stopping(state, settings):
+    def stopping(state):
         states.append(state)
         if len(states) > num_steps:
             raise Stop
-        return run_step(state, settings)
+        return run_step(state)
 
     with monkeypatch.context() as patch, pytest.raises(Stop):
         patch.setattr(module_of(method), "run_step", stopping)
@@ -251,7 +252,7 @@ def test_all_steps_ask_a_gpu_for_the_same(tiny, monkeypatch, host_reads, name, t
             fake.graph_key, asked = fake.next_graph_key(), Asked()
             host_reads.clear()
             with asked:
-                module_of(name).run_step(fake, fake.settings)
+                module_of(name).run_step(fake)
             assert host_reads == []
             fake.num_steps += 1
             steps.append(asked.calls)
@@ -291,7 +292,7 @@ def test_what_a_step_asks_for_depends_on_its_graph_key_alone(tiny, monkeypatch, 
         look(state)
         per_look.append(host_reads.copy())
 
-    def asking(state, settings):
+    def asking(state):
         nonlocal num_steps
         known = {key: value for key, value in vars(state).items() if key.startswith("host_")}
         known |= {key: vars(state)[key] for key in ("num_steps", "poll") if key in vars(state)}
@@ -300,7 +301,7 @@ def test_what_a_step_asks_for_depends_on_its_graph_key_alone(tiny, monkeypatch, 
         held = held_by(state, monkeypatch)
         host_reads.clear()
         with Asked() as asked:
-            result = run_step(state, settings)
+            result = run_step(state)
         assert host_reads == [] and held_by(state, monkeypatch) == held
         read_below = {"aten::_local_scalar_dense", "aten::nonzero"}.intersection(call[0] for call in asked.calls)
         assert not read_below, read_below

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from specvis.decoding.driver import GRAPHS, CUDAGraphs
+from specvis.decoding.graphs import GRAPHS, CUDAGraphs
 from specvis.decoding.sampling import Sampling
 from specvis_kernels import backends
 from tests import cases

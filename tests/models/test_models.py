@@ -11,9 +11,8 @@ from safetensors.torch import save_file
 import specvis.models.layers
 from benchmarks.baselines import attention_under_a_mask
 from specvis.decoding.sampling import Sampling
-from specvis.decoding.trees import chain_ancestors
 from specvis.models.eagle import EagleHead
-from specvis.models.interface import Nodes
+from specvis.models.interface import Nodes, chain_ancestors
 from specvis.models.layers import grid_rotations
 from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config, text_config
 from specvis.models.vq import VQ, VQConfig

@@ -8,21 +8,12 @@ from torch import Tensor
 
 from specvis_kernels import INVALID_ROW
 
-from ..models.interface import Nodes, TargetModel, id_range, inference, num_tokens
-from .decoded import Decoded, Progress
-from .driver import (
-    Captured,
-    can_replay,
-    decoded_log_probs,
-    keep_log_probs,
-    new_cache,
-    new_log_probs,
-    read_known,
-    round_up,
-)
+from ..models.interface import Nodes, TargetModel, chain_ancestors, id_range, inference, num_tokens
+from .decoded import Decoded, Progress, decoded_log_probs, keep_log_probs, new_log_probs
+from .driver import new_cache, read_known
+from .graphs import Captured, can_replay, round_up
 from .requests import check_known_tokens, check_request
 from .sampling import Sampling, cfg_inputs
-from .trees import chain_ancestors
 
 
 @inference
@@ -40,37 +31,37 @@ def decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, samplin
     check_request(target, condition, padding_mask, sampling)
     num_known = check_known_tokens(known_tokens, len(condition), target)
     condition, padding_mask = cfg_inputs(target, condition, padding_mask)
-    state = BaselineState(target, padding_mask, known_tokens, num_known, new_log_probs(sampling, num_tokens(target)))
+    state = BaselineState(target, padding_mask, sampling, known_tokens, num_known)
     run = Captured(baseline_step)
     for i in range(state.first, state.num_tokens):
         if i == state.first:
             hidden = read_known(target, condition, padding_mask, state.tokens[:, :i], state.tokens, state.cache)
-            draw_next(state, sampling, hidden[:, -1:])
+            draw_next(state, hidden[:, -1:])
         else:
-            run(state, sampling)
+            run(state)
         if progress:
             progress(sum(n <= i for n in num_known))
     return state.decoded()
 
 
-def baseline_step(state: "BaselineState", sampling: Sampling) -> None:
+def baseline_step(state: "BaselineState") -> None:
     """Read the newest token of every image, and draw the next one."""
     lengths = state.position[:, 0] + (state.target.prefix_len - 1)
     nodes = Nodes(state.depth, lengths, state.itself, state.padding_mask, state.graph_key)
-    draw_next(state, sampling, state.target.extend(nodes.of_rows(state.newest), nodes, state.cache))
+    draw_next(state, state.target.extend(nodes.of_rows(state.newest), nodes, state.cache))
 
 
-def draw_next(state: "BaselineState", sampling: Sampling, hidden: Tensor) -> None:
+def draw_next(state: "BaselineState", hidden: Tensor) -> None:
     """Draw the next token of every image from hidden states (R, 1, H), unless it is known."""
     logits, ids = state.target.logits(hidden), id_range(state.target, state.position)
-    drawn = sampling.draw(logits, state.position, ids)
+    drawn = state.sampling.draw(logits, state.position, ids)
     tokens = drawn.tokens
     if state.is_ragged:
         known = state.tokens.gather(1, state.position)
         tokens = torch.where(known < 0, tokens, known)
     state.tokens.scatter_(1, state.position, tokens)
     state.status.scatter_(1, state.position, drawn.status)
-    keep_log_probs(state, state.position, sampling, logits, tokens, ids)
+    keep_log_probs(state, state.position, state.sampling, logits, tokens, ids)
     state.newest.copy_(tokens)
     state.position += 1
 
@@ -78,18 +69,18 @@ def draw_next(state: "BaselineState", sampling: Sampling, hidden: Tensor) -> Non
 class BaselineState:
     """The images of the batch: a step draws the same position of all of them."""
 
-    def __init__(self, target: TargetModel, padding_mask: Tensor, known_tokens: Tensor | None, num_known: list[int],
-                 log_probs: Tensor | None):
-        """padding_mask (R, S) bool; log_probs as `new_log_probs` gives them"""
+    def __init__(self, target: TargetModel, padding_mask: Tensor, sampling: Sampling, known_tokens: Tensor | None,
+                 num_known: list[int]):
+        """padding_mask (R, S) bool"""
         B, L, device = len(num_known), num_tokens(target), padding_mask.device
-        self.target, self.padding_mask, self.num_tokens = target, padding_mask, L
+        self.target, self.padding_mask, self.sampling, self.num_tokens = target, padding_mask, sampling, L
         self.num_columns, self.num_known, self.can_replay = target.prefix_len + L, num_known, can_replay(target)
         self.cache = new_cache(target, len(padding_mask), self.num_columns)
         self.tokens = torch.full((B, L), -1, dtype=torch.int64, device=device)  # -1: not known
         if known_tokens is not None:
             self.tokens[:, :known_tokens.shape[1]] = known_tokens
         self.status = torch.zeros(B, L, dtype=torch.int32, device=device)
-        self.log_probs = log_probs
+        self.log_probs = new_log_probs(sampling, L)
         self.first, self.is_ragged, self.num_steps = min(num_known), min(num_known) < max(num_known), 0
         self.position = torch.full((B, 1), self.first, device=device)  # of the token that is drawn next
         self.newest = torch.zeros_like(self.position)                  # the token before it

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from specvis_kernels import TreeLinksResult
 
+from .sampling import Sampling
+
 
 class LogProbs(NamedTuple):
     """Log-probabilities of the tokens of B images, in nats; 0 for known tokens, and from where an image failed."""
@@ -59,6 +61,33 @@ def each_tensor(f: Callable, *fields: Tensor | LogProbs | None) -> Tensor | LogP
     if isinstance(fields[0], LogProbs):
         return LogProbs(*map(f, *fields))
     return None if fields[0] is None else f(*fields)
+
+
+def new_log_probs(sampling: Sampling, width: int) -> Tensor | None:
+    """(B, width, 2) where `keep_log_probs` puts them; None if nobody wants them."""
+    shape = len(sampling.seeds), width, 2
+    return torch.zeros(shape, dtype=torch.float32, device=sampling.seeds.device) if sampling.log_probs else None
+
+
+def keep_log_probs(state, positions: Tensor, sampling: Sampling, logits: Tensor, tokens: Tensor, ids: Tensor | None,
+                   rows: Tensor | None = None) -> None:
+    """Put the log-probabilities of tokens (B, K) at positions (B, K), if they are wanted; 0 for an invalid row.
+
+    state: has `log_probs`; logits, ids, rows: see `Sampling.log_probs_of`
+    """
+    if state.log_probs is not None:
+        new = sampling.log_probs_of(logits, tokens, ids, rows)
+        values = torch.stack([new.sampled, new.full], -1).masked_fill((new.status != 0)[..., None], 0.0)
+        state.log_probs.scatter_(1, positions[..., None].expand(-1, -1, 2), values)
+
+
+def decoded_log_probs(log_probs: Tensor | None, num_known: Tensor, failed: Tensor) -> LogProbs | None:
+    """What `keep_log_probs` has kept of the tokens of whole images. failed: (B, L) bool  where tokens mean nothing"""
+    if log_probs is None:
+        return None
+    L = failed.shape[1]
+    is_nothing = failed | (torch.arange(L, device=failed.device) < num_known[:, None])
+    return LogProbs(*log_probs[:, :L].masked_fill(is_nothing[..., None], 0.0).unbind(-1))
 
 
 class Step(NamedTuple):

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from specvis_kernels import TreeLinksResult, draft_children, draft_frontier, philox_uniforms, select_tree, tree_links
 
-from ..models.interface import DraftModel, Nodes, TargetModel, id_range, num_tokens, rows_and_columns
+from ..models.interface import DraftModel, Nodes, TargetModel, chain_ancestors, id_range, num_tokens, rows_and_columns
 from ..models.threads import cat, copy
 from .batch_state import BatchState
 from .methods import Method
 from .sampling import DRAFT, SHAPE, Sampling, split_rows, take_nodes
-from .trees import Shapes, StaticTree, chain_ancestors, static_tree
+from .trees import Shapes, StaticTree, static_tree
 
 
 @dataclass

@@ -1,39 +1,23 @@
-"""The outer loop of decoding: which requests are in the running batch, and how a step becomes a CUDA graph.
+"""The outer loop of decoding: which requests are in the running batch.
 
 Images finish at different times. When an image is finished, the scheduler gives its row to the next waiting request.
 When no request waits, the scheduler compacts the batch.
-
-On a CUDA device a step is captured once for each graph key, and replayed. The loops keep all that changes in the same
-memory, and a step reads nothing back to the host. So the kernels of a step, launched again on the same memory, are the
-next step. A CUDA graph launches them all at once, without Python in between.
 """
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..models.interface import ModelCache, Nodes, TargetModel
+from ..models.interface import ModelCache, Nodes, TargetModel, chain_ancestors
 from ..models.layers import Cache
 from .batch_state import BatchState
-from .decoded import Decoded, Finished, LogProbs, Observer, Progress, Step
-from .sampling import Sampling
-from .trees import chain_ancestors
+from .decoded import Decoded, Finished, Observer, Progress, Step
+from .graphs import Captured, can_replay
 
 POLL = {"cpu": 1}  # how many steps the host runs between two looks at the device
 USUAL_POLL = 4     # of other devices, where a look waits for all pending work
-BUCKET = 64         # columns: models read their caches in multiples of this,
-WIDE_BUCKET = 1024  # and where steps are replayed, of this: a graph costs as much as some fifty steps
-
-
-class GraphKey(NamedTuple):
-    """All numbers that a step takes from the host. Steps with equal keys have equal shapes, and share a CUDA graph."""
-
-    max_count: int      # no active image has more tokens; rounded up, so that many steps have one key
-    max_depth: int      # no tree is deeper
-    max_width: int = 1  # no node has more children
 
 
 class RunningBatch(BatchState):
@@ -83,7 +67,7 @@ def decode_batch(begin: Callable[[list[int]], RunningBatch], run_step: Callable,
 
     Args:
         begin:     makes the state of these requests before their first step
-        run_step:  (state, settings) -> what the step did, for `observed`
+        run_step:  (state) -> what the step did, for `observed`
         num_known: how many tokens of each request are known before
         batch:     how many images are decoded at once
     """
@@ -96,7 +80,7 @@ def decode_batch(begin: Callable[[list[int]], RunningBatch], run_step: Callable,
     scheduler, run = Scheduler(len(num_known), batch, finished), Captured(run_step)
     state = scheduler.schedule(started(scheduler.requests), started)
     while min(state.host_counts) < state.settings.num_tokens:
-        step = run(state, state.settings)
+        step = run(state)
         if observe:
             observe(state.observed(step, scheduler.requests, len(num_known)))
         if state.num_steps < state.poll:
@@ -176,33 +160,6 @@ def read_known(target: TargetModel, condition: Tensor, padding_mask: Tensor, kno
     return torch.cat([hidden, target.extend(nodes.of_rows(tokens[:, :K]), nodes, cache)], 1)
 
 
-def new_log_probs(sampling: Sampling, width: int) -> Tensor | None:
-    """(B, width, 2) where `keep_log_probs` puts them; None if nobody wants them."""
-    shape = len(sampling.seeds), width, 2
-    return torch.zeros(shape, dtype=torch.float32, device=sampling.seeds.device) if sampling.log_probs else None
-
-
-def keep_log_probs(state, positions: Tensor, sampling: Sampling, logits: Tensor, tokens: Tensor, ids: Tensor | None,
-                   rows: Tensor | None = None) -> None:
-    """Put the log-probabilities of tokens (B, K) at positions (B, K), if they are wanted; 0 for an invalid row.
-
-    state: has `log_probs`; logits, ids, rows: see `Sampling.log_probs_of`
-    """
-    if state.log_probs is not None:
-        new = sampling.log_probs_of(logits, tokens, ids, rows)
-        values = torch.stack([new.sampled, new.full], -1).masked_fill((new.status != 0)[..., None], 0.0)
-        state.log_probs.scatter_(1, positions[..., None].expand(-1, -1, 2), values)
-
-
-def decoded_log_probs(log_probs: Tensor | None, num_known: Tensor, failed: Tensor) -> LogProbs | None:
-    """What `keep_log_probs` has kept of the tokens of whole images. failed: (B, L) bool  where tokens mean nothing"""
-    if log_probs is None:
-        return None
-    L = failed.shape[1]
-    is_nothing = failed | (torch.arange(L, device=failed.device) < num_known[:, None])
-    return LogProbs(*log_probs[:, :L].masked_fill(is_nothing[..., None], 0.0).unbind(-1))
-
-
 def new_cache(target: TargetModel, rows: int, columns: int) -> ModelCache:
     """A target's cache for all that a loop will read.
 
@@ -213,96 +170,3 @@ def new_cache(target: TargetModel, rows: int, columns: int) -> ModelCache:
     if isinstance(cache, Cache):
         cache.check(rows, columns, cache.data.dtype)
     return cache
-
-
-def round_up(columns: int, state) -> int:
-    """That many columns, or a few more, so that reads of almost as many columns have the same shapes."""
-    bucket = WIDE_BUCKET if is_replayed(state) else BUCKET
-    return -(-columns // bucket) * bucket
-
-
-def is_replayed(state) -> bool:
-    """Are the steps of this state captured and replayed?"""
-    return state.can_replay and state.tokens.device.type in GRAPHS
-
-
-def can_replay(model) -> bool:
-    """Does a model, or a draft model, say that its part of a step may be run again without its Python?"""
-    return getattr(model, "can_replay", False)
-
-
-class Captured:
-    """Runs `run_step(state, settings)`. Where there are GRAPHS, the third step of a graph key and all later ones are
-    replayed, if the state's models `can_replay`. Elsewhere each step is run as it is.
-
-    The first two steps of a key warm up what a graph must not hold: modules that are loaded late, tables that a model
-    makes at its first use, and Triton's compiler. The next replay overwrites the result of a replayed step.
-    """
-
-    def __init__(self, run_step: Callable):
-        self.run_step, self.state = run_step, None
-
-    def __call__(self, state, settings):
-        if state is not self.state:  # the state was reallocated: the graphs are stale
-            device = state.tokens.device
-            self.state, self.graphs = state, GRAPHS[device.type](device) if is_replayed(state) else None
-            self.num_runs, self.captured = {}, {}
-        state.graph_key = state.next_graph_key()
-        result = self.run(state, settings)
-        state.num_steps += 1
-        return result
-
-    def run(self, state, settings):
-        if not self.graphs:
-            return self.run_step(state, settings)
-        key = state.graph_key
-        self.num_runs[key] = num_runs = self.num_runs.get(key, 0) + 1
-        if num_runs <= 2:
-            return self.graphs.warm_up(lambda: self.run_step(state, settings))
-        if key not in self.captured:
-            self.captured[key] = self.graphs.capture(lambda: self.run_step(state, settings))
-        replay, result = self.captured[key]
-        replay()
-        return result
-
-
-class CUDAGraphs:
-    """CUDA graphs of functions that take turns on the same memory.
-
-    They share one pool of memory for tensors that live within a step. That is safe because they are launched one after
-    another, and because the result of one is not needed any more when the next one is launched.
-    """
-
-    def __init__(self, device: torch.device):
-        self.stream = torch.cuda.Stream(device)  # on the tensors' device, whichever is the current one
-        self.pool = torch.cuda.graph_pool_handle()
-
-    def warm_up(self, function: Callable):
-        """Run a function on the stream on which it will be captured: libraries keep workspaces for each stream."""
-        current = torch.cuda.current_stream(self.stream.device)
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            result = function()
-        current.wait_stream(self.stream)
-        return result
-
-    def capture(self, function: Callable) -> tuple[Callable, object]:
-        """Capturing runs nothing. Returns what launches the function, and its result, which each launch overwrites.
-
-        Raises:
-            RuntimeError: the function does what cannot be captured. Nothing was run then, but CUDA may be unusable
-        """
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # The outer context restores the stream if capturing fails. Other threads may go on allocating memory.
-            with torch.cuda.stream(self.stream), torch.cuda.graph(graph, self.pool, self.stream, "thread_local"):
-                result = function()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # CUDA raises it for everything that a graph cannot hold
-            raise RuntimeError("a step cannot be captured in a CUDA graph: a model that says can_replay must not read "
-                               "values back to the host, nor copy any from it, within a step") from error
-        return graph.replay, result
-
-
-GRAPHS = {"cuda": CUDAGraphs}  # how steps are captured on a device

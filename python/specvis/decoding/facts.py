@@ -3,8 +3,7 @@ import weakref
 
 import torch
 
-from ..models.interface import Nodes, TargetModel
-from .trees import chain_ancestors
+from ..models.interface import Nodes, TargetModel, chain_ancestors
 
 _facts = weakref.WeakKeyDictionary()  # target -> what was found out about it
 

@@ -24,31 +24,37 @@ from torch import Tensor
 
 from specvis_kernels import DrawTokensResult, tree_links
 
-from ..models.interface import DraftModel, Nodes, TargetModel, id_range, inference, num_tokens, rows_and_columns
+from ..models.interface import (
+    DraftModel,
+    Nodes,
+    TargetModel,
+    chain_ancestors,
+    id_range,
+    inference,
+    num_tokens,
+    rows_and_columns,
+)
 from .baseline import decode
 from .batch_state import BatchState
 from .coupling import Coupled, Coupling
-from .decoded import Decoded, Finished, Observer, Progress, Step
-from .driver import (
-    Captured,
-    GraphKey,
-    RunningBatch,
-    can_replay,
-    decode_batch,
+from .decoded import (
+    Decoded,
+    Finished,
+    Observer,
+    Progress,
+    Step,
     decoded_log_probs,
-    is_replayed,
     keep_log_probs,
     new_log_probs,
-    read_known,
-    round_up,
 )
+from .driver import RunningBatch, decode_batch, read_known
 from .facts import check_causal, facts_of
+from .graphs import Captured, GraphKey, can_replay, is_replayed, round_up
 from .method_parts import USUAL_WINDOW
 from .methods import METHODS, Method
 from .refresh import Refresh
 from .requests import Requests, check_batch, check_draft_model, checked_requests
 from .sampling import Sampling, take_nodes
-from .trees import chain_ancestors
 from .window import TAU, timed_window
 
 
@@ -276,8 +282,9 @@ class ChainStep(NamedTuple):
     num_accepted: Tensor  # (B,) int64  how many guesses are right, perhaps more than an image needs
 
 
-def run_step(state: JacobiState, settings: JacobiSettings) -> ChainStep:
+def run_step(state: JacobiState) -> ChainStep:
     """One step of all images that are not finished."""
+    settings = state.settings
     chain = draft(state, settings)
     hidden, logits = target_forward(state, settings, chain)
     verified = verify(state, settings, chain, logits)
@@ -399,14 +406,15 @@ def step_timer(target: TargetModel, requests: Requests) -> Callable[[int], float
         state.num_steps, settings.host_windows = 0, [window] * len(requests)
         settings.windows.fill_(window)
         start = time.perf_counter()
-        run(state, settings).status.tolist()  # waits for the device
+        run(state).status.tolist()  # waits for the device
         return time.perf_counter() - start
 
     return seconds_of
 
 
-def read_again(state: JacobiState, settings: JacobiSettings) -> DrawTokensResult:
+def read_again(state: JacobiState) -> DrawTokensResult:
     """A step without its update, so that the images do not change."""
+    settings = state.settings
     chain = draft(state, settings)
     verified = verify(state, settings, chain, target_forward(state, settings, chain)[1])
     commit(state, settings, chain, verified)

@@ -14,11 +14,10 @@ plain decoding's.
 import torch
 from torch import Tensor
 
-from ..models.interface import DraftModel, Nodes, id_range
+from ..models.interface import DraftModel, Nodes, chain_ancestors, id_range
 from ..models.threads import copy, in_parts
 from .batch_state import BatchState
 from .sampling import take_nodes
-from .trees import chain_ancestors
 
 TRUST = 0.6  # `python -m benchmarks.refresh` compares it with others
 LEAST = torch.finfo(torch.float32).min

@@ -19,19 +19,19 @@ from specvis_kernels import INVALID_ROW, CommitTokensResult, VerifyResult, commi
 from ..models.interface import DraftModel, Nodes, TargetModel, id_range, inference, num_tokens
 from .batch_state import BatchState
 from .bounds import chain_bound, optimal_residual, scaled, vanilla_residual
-from .decoded import Decoded, Finished, Observer, Progress, Step
-from .draft_tree import DraftState, DraftTree, new_draft_state
-from .driver import (
-    GraphKey,
-    RunningBatch,
-    can_replay,
-    decode_batch,
+from .decoded import (
+    Decoded,
+    Finished,
+    Observer,
+    Progress,
+    Step,
     decoded_log_probs,
     keep_log_probs,
     new_log_probs,
-    read_known,
-    round_up,
 )
+from .draft_tree import DraftState, DraftTree, new_draft_state
+from .driver import RunningBatch, decode_batch, read_known
+from .graphs import GraphKey, can_replay, round_up
 from .methods import Method, acceptance_rule
 from .requests import Requests, check_batch, check_draft_model, checked_requests
 from .sampling import ACCEPT, Sampling, split_rows, take_nodes
@@ -75,7 +75,7 @@ def speculative_decode(target: TargetModel, draft_model: DraftModel, condition: 
         own_draft_model = draft_model if len(numbers) == len(requests) else draft_model.select(numbers)
         state = SpeculativeState(settings, new_draft_state(own_draft_model, these.sampling, these.methods, target),
                                  these.num_known)
-        prefill(state, settings, these.condition, these.known_tokens)
+        prefill(state, these.condition, these.known_tokens)
         return state
 
     return decode_batch(begin, run_step, requests.num_known, batch, progress, observe, finished)
@@ -152,9 +152,9 @@ class SpeculativeState(RunningBatch):
             self.failed)), log_probs)
 
 
-def prefill(state: SpeculativeState, settings: SpeculativeSettings, condition: Tensor,
-            known_tokens: Tensor | None) -> None:
+def prefill(state: SpeculativeState, condition: Tensor, known_tokens: Tensor | None) -> None:
     """Read the conditions (R, S, dim) and the known tokens with target and draft model. Draw the next tokens."""
+    settings = state.settings
     sampling, num_known, draft_state = settings.sampling, state.num_known, state.draft_state
     S, L = settings.target.prefix_len, settings.num_tokens
     hidden = read_known(settings.target, condition, settings.padding_mask, known_tokens, state.tokens, state.cache)
@@ -176,8 +176,9 @@ def prefill(state: SpeculativeState, settings: SpeculativeSettings, condition: T
     state.look()
 
 
-def run_step(state: SpeculativeState, settings: SpeculativeSettings) -> Step:
+def run_step(state: SpeculativeState) -> Step:
     """One step of all images that are not finished."""
+    settings = state.settings
     position = state.counts.clamp(max=settings.num_tokens - 1)
     active = state.counts < settings.num_tokens
     tree = draft(state)

@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specvis_kernels import tree_links
-
 from .batch_state import BatchState
 from .limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, MAX_TOKENS, count_within, is_count, is_number, setting
 
@@ -140,12 +138,6 @@ def read_paths(name: str) -> object:
         raise ValueError(f"tree {name} is not a file that can be read: {error.strerror}") from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"tree {name} is no JSON: {error}") from error
-
-
-def chain_ancestors(batch: int, n: int, device: torch.device) -> Tensor:
-    """The ancestors (B, n, W) int64 of the nodes of a chain, in bits as `tree_links` gives them."""
-    parents = torch.arange(-1, n - 1, dtype=torch.int32, device=device).expand(batch, -1)
-    return tree_links(parents).ancestors
 
 
 STARTS = ("horizontal", "vertical", "random", "tokenflock")

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvis_kernels import tree_mask
+from specvis_kernels import tree_links, tree_mask
 
 
 def inference(function: Callable) -> Callable:
@@ -75,6 +75,12 @@ class Nodes:
     def of_rows(self, x: Tensor) -> Tensor:
         """What belongs to each of B requests, for each of R rows."""
         return x.repeat(len(self.padding_mask) // len(x), *[1] * (x.ndim - 1))
+
+
+def chain_ancestors(batch: int, n: int, device: torch.device) -> Tensor:
+    """The ancestors (B, n, W) int64 of the nodes of a chain, in bits as `tree_links` gives them."""
+    parents = torch.arange(-1, n - 1, dtype=torch.int32, device=device).expand(batch, -1)
+    return tree_links(parents).ancestors
 
 
 @runtime_checkable
