@@ -71,7 +71,7 @@ def with_best(values: list[float], digits: int, best=max) -> list[str]:
 
 def compare() -> str:
     rows = [row for row in rows_of("demo/compare.csv") if row["temperature"] == "1.0"]
-    columns = [name for name in rows[0] if name not in ("temperature", "speedup", "tv_excess_bound")]
+    columns = [name for name in rows[0] if name not in ("temperature", "speedup")]
     return markdown(columns, *([row[name] or "-" for name in columns] for row in rows))
 
 

@@ -54,7 +54,7 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
         assert several.output.startswith(f"{verb} {x}: 2 of 2 pictures, 8 x 8 pixels enlarged 32 times, ")
         assert several.output.strip().endswith("; same pictures as --method vanilla --seed 7")
         assert Image.open(x).size == (2 * 256, 256) and [path.name for path in x.parent.iterdir()] == ["x.png"]
-    for arguments in (("lantern", "--delta", 0.2, "-k", 8), ("vanilla", "--temperature", 0)):
+    for arguments in (("lantern:delta=0.2:k=8",), ("vanilla", "--temperature", 0)):
         other = run("generate", "--prompt", "red heart", "--method", *arguments, "--out", tmp_path / "x.png",
                     "--model", weights)
         assert other.output.strip().endswith("tokens a forward")
@@ -67,11 +67,11 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
     (["--prompt", "red heart", "--workers", "2"], "workers must not be given with --prompt: its pictures are drawn"),
     (["--prompt", "red hart"], "unknown words: 'hart' (near: heart)"),
     (["--prompt", "red heart", "--method", "lantren"], "unknown method 'lantren'; did you mean lantern"),
-    (["--prompt", "red heart", "--method", "lantern", "--delta", "-1"], "delta must be within [0, 1], got -1.0"),
-    (["--prompt", "red heart", "--method", "lantern", "-k", "64"], "k must be within 1..63 (the codebook has 64"),
+    (["--prompt", "red heart", "--method", "lantern:delta=-1"], "delta must be within [0, 1], got -1.0"),
+    (["--prompt", "red heart", "--method", "lantern:k=64"], "k must be within 1..63 (the codebook has 64"),
     (["--prompt", "red heart", "--temperature", "-1"], "temperature must be at least 0 and finite in 32 bits"),
     (["--prompt", "red heart", "--top-p", "0"], "top_p must be within (0, 1], got 0.0"),
-    (["--prompt", "red heart", "--method", "vanilla", "--delta", "0.1"], "method vanilla has no parameter 'delta'"),
+    (["--prompt", "red heart", "--method", "vanilla:delta=0.1"], "method vanilla has no parameter 'delta'"),
     (["--prompt", "red heart", "--method", "cspd", "--top-k", "5"], "top_k must not be given with cspd"),
     (["--prompt", "red heart", "--method", "mar", "--temperature", "0"], "temperature must be positive and finite"),
     (["--prompt", "red heart", "--method", "mar:num_iter=17"], "num_iter must be within 1..16"),

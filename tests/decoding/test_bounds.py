@@ -288,8 +288,6 @@ def test_a_step_counts_the_levels_that_it_tries():
     tokens = torch.tensor([[0, 0], [1, 0], [0, 1]])
     got = chain_bound(P, Q, tokens, [scaled(2.0), scaled(2.0)])
     assert got.tolist() == pytest.approx([0.25 * (1 + 2 / 3), 0.5, 0.25 * (1 + 2 / 3)])
-    got = chain_bound(P, Q, tokens, [scaled(2.0), scaled(2.0)], levels=torch.tensor([0, 1, 2]))
-    assert got.tolist() == pytest.approx([0, 0.25, 0.25 * (1 + 2 / 3)])
     omega = torch.tensor([[1.0, 1.0], [2.0, 1.0], [1.0, 2.0]])
     got = chain_bound(P, Q, tokens, [scaled(omega[:, i:i + 1]) for i in range(2)])
     assert got.tolist() == pytest.approx([0, 0.25, 0.25 / 3], abs=1e-12)

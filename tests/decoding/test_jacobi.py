@@ -138,7 +138,7 @@ def test_the_forwards_are_those_worked_out_by_hand(model, window, num_accepted, 
         assert drafted.tolist() == [min(window, L - 1 - p) if p in num_accepted else 0 for p in range(L)]
         assert target_forwards == 1 + len(num_accepted)
     assert torch.equal(decoded.tokens, plain(settings(temperature=0.0), model).tokens)
-    assert decoded.tv_excess.eq(0).all() and decoded.tv_bound.eq(0).all()
+    assert decoded.tv_excess.eq(0).all()
 
 
 class OneToken(BagModel):
@@ -377,11 +377,11 @@ def test_at_temperature_0_an_image_ends_at_logits_that_are_not_finite(m, last):
 def test_relaxing_accepts_more_and_its_tv_excess_says_so(tiny):
     prompts, sampling = PROMPTS * 16, Sampling.of(list(range(64)))
     strict = tiny.tokens(prompts, coupled(), sampling)
-    assert (strict.tv_excess == 0).all() and (strict.tv_bound == 0).all()
+    assert (strict.tv_excess == 0).all()
     for m in (coupled(omega=1.5), coupled(k=8, delta=0.4, residual="relaxed")):
         relaxed = tiny.tokens(prompts, m, sampling)
         assert relaxed.target_forwards.sum() < strict.target_forwards.sum()
-        assert (relaxed.tv_excess > 0).any() and relaxed.tv_bound.isnan().all()
+        assert (relaxed.tv_excess > 0).any()
 
 
 @pytest.mark.parametrize("num_falling, num_tests", [(1, 1 + 2 + 3 * (L - 4)), (0, 3 + 3 + 3 + 2)])

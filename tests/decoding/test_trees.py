@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from specvis.decoding import trees
 from specvis.decoding.trees import TREES, Adaptation, Shapes, StaticTree, static_tree
 
 
@@ -66,9 +67,9 @@ def test_unknown_trees(name, message):
         static_tree(name)
 
 
-def shapes(adaptation, depth=4, width=10, max_nodes=99, uniforms=None):
+def shapes(adaptation, depth=4, width=10, max_nodes=99):
     """For one image of 4 x 4 tokens."""
-    return Shapes(*(torch.tensor([n]) for n in (depth, width, max_nodes)), 4, 16, adaptation, uniforms)
+    return Shapes(*(torch.tensor([n]) for n in (depth, width, max_nodes)), 4, 16, adaptation)
 
 
 def after(shapes, steps):
@@ -106,9 +107,10 @@ def test_vertical_looks_left_in_the_first_row():
     assert after(shapes(Adaptation(start="vertical", width_step=3, widths=(4, 13))), [0]) == [(3, 13)]
 
 
-def test_random_is_drawn_within_the_bounds():
-    u = torch.tensor([[[0.0, 0.0], [0.999, 0.999], [0.5, 0.5]]]).repeat(1, 6, 1)[:, :16]
-    s = shapes(Adaptation(start="random", width_step=0, depth_step=0, depths=(2, 9), widths=(4, 13)), uniforms=u)
+def test_random_is_drawn_within_the_bounds(monkeypatch):
+    monkeypatch.setattr(trees, "uniforms_at",
+                        lambda seeds, positions, n, stream: torch.tensor([0.0, 0.999, 0.5])[positions % 3].expand(1, n))
+    s = shapes(Adaptation(start="random", width_step=0, depth_step=0, depths=(2, 9), widths=(4, 13)))
     assert after(s, [0, 0, 0]) == [(6, 9), (2, 4), (9, 13)]  # positions 2, 3, 4
 
 

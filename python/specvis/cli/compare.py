@@ -32,7 +32,7 @@ PROMPTS = ["fluent-3d red heart", "fluent-flat blue heart", "noto grinning face"
            "fluent-flat pirate flag", "noto chequered flag"]  # with seeds 0 to 5 they come out well
 METHODS = "vanilla,jacobi,gsd,speculative,eagle1,lantern++"
 COLUMNS = ("method", "temperature", "tau", "target_forwards", "seconds", "speedup", "single_seconds", "single_speedup",
-           "same_tokens", "overhead", "acceptance", "tv_bound", "tv_excess", "tv_excess_bound")
+           "same_tokens", "overhead", "acceptance", "tv_excess")
 WIDTH = 80  # columns of a terminal that the table fits
 
 
@@ -78,13 +78,9 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
     overhead         the share of the seconds that is not forwards of the models
     acceptance       accepted drafts per drafted level; of continuous tokens,
                      per draft that was verified
-    tv_bound         how far one accept test can move the distribution that it
-                     tests against (empty: not known)
     tv_excess        added total variation per token, estimated (at temperature
                      0 the share of tokens that strict acceptance would have
                      rejected)
-    tv_excess_bound  a bound of tv_excess, COOL-SD's eq. (4), estimated on the
-                     drafted chains (empty: not known)
     """
     methods = list(dict.fromkeys(parse_methods(names)))
     if style is not None and not prompts:
@@ -171,10 +167,6 @@ def table(results: list[ComparedResult]) -> list[dict]:
             row["acceptance"] = round(r.decoded.acceptance_rate, 3)
         if isinstance(r.method, Method):
             row["tv_excess"] = round(r.decoded.tv_excess.mean().item() / L, 4)
-            if r.method.tv_bound is not None:
-                row["tv_bound"] = round(r.method.tv_bound, 3)
-            if not r.decoded.tv_bound.isnan().any():
-                row["tv_excess_bound"] = round(r.decoded.tv_bound.mean().item() / L, 4)
         rows.append(row)
     return rows
 

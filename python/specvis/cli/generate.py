@@ -62,11 +62,6 @@ MAX_SCALE, MAX_BATCH, MAX_WORKERS = 1024, 1024, 1024
 @click.option("--method", "name", default="jacobi",
               help=f"One of {', '.join([*METHODS, *CONTINUOUS])}; or NAME:PARAMETER=VALUE:..., "
               "see `specvis methods`.")
-@click.option("--delta", type=float, help="The same as :delta=...")
-@click.option("-k", type=int, help="The same as :k=...")
-@click.option("--depth", type=int, help="The same as :depth=...")
-@click.option("--width", type=int, help="The same as :width=...")
-@click.option("--nodes", type=int, help="The same as :nodes=...")
 @click.option("-n", "count", type=click.IntRange(1, MAX_COUNT), default=1, help="How many pictures of each prompt "
               "(in compare: of each method).")
 @click.option("--temperature", default=1.0, help="0 always takes the likeliest token.")
@@ -82,9 +77,8 @@ MAX_SCALE, MAX_BATCH, MAX_WORKERS = 1024, 1024, 1024
               "prompts are captions. [default: the one given to specvis convert]")
 @dtype_option
 @sampling_options
-def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, style, name, delta, k, depth, width,
-             nodes, count, temperature, scale, out, animate, text_encoder, dtype, seed, guidance, top_k, top_p, model,
-             device):
+def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, style, name, count, temperature, scale,
+             out, animate, text_encoder, dtype, seed, guidance, top_k, top_p, model, device):
     """Draw pictures of a prompt, side by side, or of each prompt of a file.
 
     What a method's parameters are, and their defaults: specvis methods NAME.
@@ -104,7 +98,7 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
             raise ValueError(f"{option} must be at most 1 or a whole number, got {value}")
     if workers and device.startswith("cuda:"):
         raise ValueError(f"device must be cuda where there are workers, each of which sees its own GPU, got {device}")
-    method = parse_method(name, delta=delta, k=k, depth=depth, width=width, nodes=nodes)
+    method = parse_method(name)
     if animate:
         if given := [option for option in ("out", *WITH_FILE) if is_given(option)]:
             raise ValueError(f"{given[0]} must not be given with --animate: its pictures are drawn all at once")
@@ -239,11 +233,10 @@ def say_failed(which: str, seed: int) -> None:
 def settings_of(drawing: Drawing, seed: int, count: int) -> dict:
     """What the pictures of a folder have in common. The device is not among it, nor how many are drawn at once."""
     encoder = drawing.text_encoder or read_settings(drawing.model).text_encoder
-    return {"specvis": version("specvis"), "model": fingerprint(drawing.model), "folder": str(drawing.model),
-            "text_encoder": encoder and fingerprint(Path(encoder)), "dtype": drawing.dtype,
-            "style": drawing.style, "method": drawing.method.label, "guidance": drawing.guidance,
-            "temperature": drawing.temperature, "top_k": drawing.top_k, "top_p": drawing.top_p,
-            "scale": drawing.scale, "seed": seed, "n": count}
+    settings = vars(drawing) | {"specvis": version("specvis"), "model": fingerprint(drawing.model),
+                                "folder": str(drawing.model), "method": drawing.method.label, "seed": seed, "n": count,
+                                "text_encoder": encoder and fingerprint(Path(encoder))}
+    return {name: value for name, value in settings.items() if name not in ("file", "device", "batch")}
 
 
 def read_prompts(file: Path) -> dict[int, str]:

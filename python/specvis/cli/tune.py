@@ -187,7 +187,7 @@ def variations(base: Method) -> Iterator[Method]:
     elif acceptance.omega != 1:
         changes += [{"omega": round(1 + (acceptance.omega - 1) * factor, 4)} for factor in (0.7, 1.4)]
     shape = {name for tree in TREES[base.drafting] for name in tree}
-    differing = base.differing(method(base.name))
+    differing = base.differing
     for change in changes:
         replaced = set(change) | (shape if shape & set(change) else set())
         unchanged = {name: value for name, value in differing.items() if name not in replaced}

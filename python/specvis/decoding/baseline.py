@@ -98,5 +98,5 @@ class BaselineState:
         zeros = torch.zeros(len(num_known), dtype=torch.float32, device="cpu")
         failed = has_failed.to(self.tokens.device)
         return Decoded(self.tokens.masked_fill(failed, 0), num_known, 1 + is_step.sum(1),
-                       is_step.long() - 1, torch.zeros_like(is_step, dtype=torch.int64), zeros, zeros.clone(),
+                       is_step.long() - 1, torch.zeros_like(is_step, dtype=torch.int64), zeros,
                        has_failed[:, -1], decoded_log_probs(self.log_probs, num_known.to(failed.device), failed))

@@ -66,8 +66,8 @@ def level_tv(P: Tensor, Q: Tensor, f: Tensor, G: Tensor) -> Tensor:
 
 
 def chain_bound(P: Tensor, Q: Tensor, tokens: Tensor, accepts: Sequence[Accept],
-                residual: Residual = optimal_residual, levels: Tensor | None = None) -> Tensor:
-    """Eq. (4) as one step of the decoder sees it: sum_i f_1(x_1) .. f_(i-1)(x_(i-1)) TV(level_law_i, P_i).
+                residual: Residual = optimal_residual) -> Tensor:
+    """Eq. (4) as one step of a decoder sees it: sum_i f_1(x_1) .. f_(i-1)(x_(i-1)) TV(level_law_i, P_i).
 
     This is an estimate, and no bound by itself. Given the tokens before the step, its expectation over chains that
     were sampled from Q is eq. (4) exactly. Summed over the steps of an image, its expectation is at least the total
@@ -78,7 +78,6 @@ def chain_bound(P: Tensor, Q: Tensor, tokens: Tensor, accepts: Sequence[Accept],
         P, Q:     (B, L, V)     target and draft distribution before each drafted token
         tokens:   (B, L) int64  the drafted tokens
         accepts:  L functions of rows (B, V): `scaled(omega[:, i:i + 1])` for omega (B, L)
-        levels:   (B,)          how many levels each request can accept, where not all L
     Returns:
         (B,) float64
     """
@@ -86,10 +85,7 @@ def chain_bound(P: Tensor, Q: Tensor, tokens: Tensor, accepts: Sequence[Accept],
     f = torch.stack([accept(P[:, i], Q[:, i]) for i, accept in enumerate(accepts)], 1)
     passed = f.gather(2, tokens[..., None]).squeeze(2).cumprod(1)
     reach_prob = torch.cat([torch.ones_like(passed[:, :1]), passed[:, :-1]], 1)
-    terms = reach_prob * level_tv(P, Q, f, residual(P, Q, f))
-    if levels is not None:
-        terms = torch.where(torch.arange(P.shape[1], device=P.device) < levels[:, None], terms, 0.0)
-    return terms.sum(1)
+    return (reach_prob * level_tv(P, Q, f, residual(P, Q, f))).sum(1)
 
 
 def schedule_mu(length: int, nu: float) -> float:

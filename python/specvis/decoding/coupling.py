@@ -46,13 +46,11 @@ class Coupling(BatchState):
         B, L, self.base, self.target = len(methods), num_tokens(target), base, target
         self.columns = rows_and_columns(target.grid)[1]
         W = min(max_depth, L)  # an image has no more to guess
-        self.rule = acceptance_rule(methods, neighbors, target, max_depth, device)
-        self.omega = self.rule.pop("omega", None)
+        rule = acceptance_rule(methods, neighbors, target, max_depth, device)
         # at temperature 0 nothing is lent: a guess is kept if it is the likeliest token
         deltas = [0.0 if greedy else m.acceptance.delta for m, greedy in zip(methods, sampling.greedy.tolist())]
         self.delta = torch.tensor(deltas, dtype=torch.float32, device=device)
-        if "delta" in self.rule:
-            self.rule["delta"] = self.delta
+        self.rule = rule if rule.neighbors is None else rule._replace(delta=self.delta)
         self.is_greedy, self.any_greedy = sampling.greedy[:, None, None], any_greedy
         self.uniforms = philox_uniforms(sampling.seeds, L, 2 * (W + 1), stream=ACCEPT).unflatten(2, (-1, 2))
         self.first_uniforms = philox_uniforms(sampling.seeds, L, W + 1, stream=DRAFT)
@@ -88,12 +86,12 @@ class Coupling(BatchState):
             return Coupled(fresh, torch.zeros_like(budget[:, 0]), status, probs, torch.zeros_like(probs[:, 0, 0]))
         drafted = guesses[:, :-1]
         old_rows = self.rows[self.request, (counts + index[:-1]) % self.num_rows]
-        omega = None if self.omega is None else self.omega[:, :N - 1]
+        omega = None if self.rule.omega is None else self.rule.omega[:, :N - 1]
         acceptance, groups = self.base.acceptance, None
         if acceptance.metric == "rank":
             groups = rank_groups(probs[:, :-1], drafted, acceptance.k, self.delta)
-        coupled = couple_tokens(probs[:, :-1], old_rows, drafted, uniforms[:, :-1], omega=omega, groups=groups,
-                                **self.rule)
+        coupled = couple_tokens(probs[:, :-1], old_rows, drafted, uniforms[:, :-1], groups=groups,
+                                **self.rule._replace(omega=omega)._asdict())
         num_accepted = coupled.num_kept[:, None].minimum(budget)
         is_final = (index[:-1] <= num_accepted) & (index[:-1] < budget)
         is_fresh = index >= budget

@@ -28,7 +28,6 @@ class Decoded:
     num_accepted: Tensor     # (B, L) int64  by the step whose first token is here; -1: no step began here
     num_drafted: Tensor      # (B, L) int64  levels drafted by this step, within the image; 0: no step began here
     tv_excess: Tensor        # (B,) float32  added total variation, estimated, summed over the image's tokens
-    tv_bound: Tensor         # (B,) float32  its bound for sampled chains, COOL-SD's eq. (4), summed; NaN: not known
     failed: Tensor           # (B,) bool     the logits were not finite: the image ended there, its other tokens are 0
     # If Sampling.log_probs asks for them. A method that is not lossless does not draw its tokens from these
     # distributions: they are the target's.

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specvis_kernels import TreeLinksResult, draft_children, draft_frontier, philox_uniforms, select_tree, tree_links
+from specvis_kernels import TreeLinksResult, draft_children, draft_frontier, select_tree, tree_links
 
 from ..models.interface import DraftModel, Nodes, TargetModel, chain_ancestors, id_range, num_tokens, rows_and_columns
 from ..models.threads import cat, copy
 from .batch_state import BatchState
 from .methods import Method
-from .sampling import DRAFT, SHAPE, Sampling, split_rows, take_nodes
+from .sampling import DRAFT, Sampling, split_rows, take_nodes, uniforms_at
 from .trees import Shapes, StaticTree, static_tree
 
 
@@ -32,7 +32,7 @@ class DraftState(BatchState, ABC):
     logits (R, 1, V) for the next token. A tree is drafted from these.
     """
 
-    ROWS, PAIRS, PARTS, CACHES = ("uniforms",), ("hidden", "logits", "padding_mask"), ("sampling", "shapes"), ("cache",)
+    PAIRS, PARTS, CACHES = ("hidden", "logits", "padding_mask"), ("sampling", "shapes"), ("cache",)
 
     def __init__(self, draft_model: DraftModel, target: TargetModel, sampling: Sampling, draft_guidance: Tensor,
                  shapes: Shapes, num_nodes: int, max_depth: int):
@@ -48,9 +48,8 @@ class DraftState(BatchState, ABC):
         self.has_id_range = hasattr(target, "id_range")
         self.padding_mask = draft_model.padding_mask.clone()
         guidance = torch.lerp(torch.ones_like(draft_guidance), sampling.guidance, draft_guidance)
-        self.sampling = replace(sampling[list(range(len(sampling.seeds)))], guidance=guidance)  # in its own memory
-        seeds = self.sampling.seeds
-        self.settings = guidance, self.sampling.temperature, self.sampling.top_k, self.sampling.top_p
+        self.sampling, seeds = replace(sampling, guidance=guidance), sampling.seeds
+        self.filters = guidance, self.sampling.temperature, self.sampling.top_k, self.sampling.top_p
         self.num_columns = draft_model.prefix_len + self.num_tokens + max(num_nodes, max_depth + 1)
         self.cache = draft_model.new_cache(self.num_columns)
         self.depths = torch.arange(max_depth + 1, device=seeds.device)[None]  # of the nodes of a chain
@@ -126,12 +125,17 @@ class DraftState(BatchState, ABC):
 class StaticPlan:
     """How to draft a static tree level by level, as index tensors on the device.
 
-    Inner nodes are the nodes that have children. The draft model reads them, the root first. Each level
-    takes three moves:
+    Each level takes three moves:
     1. Draw K children after each of the F inner nodes of the level above. K is the most that any of them has.
     2. Pick the children that are inner nodes: the inner nodes of this level.
     3. Read them. They are the F of the next level.
     In the end the nodes of the tree are picked from all children.
+
+    A node has up to three numbers. The root's is 0 in each, and each counts level by level:
+
+        tree node    among all nodes of the tree, as in `StaticTree`
+        inner node   among the nodes that have children: the draft model reads these
+        drawn child  among all tokens that are drawn, also those that the tree has no node for
     """
 
     @dataclass
@@ -150,31 +154,37 @@ class StaticPlan:
         def for_each_request(numbers):
             return torch.tensor(numbers, dtype=torch.int32, device=device).expand(batch, -1)
 
-        inner = [node for node in range(len(tree.parents)) if tree.children(node)]
+        inner_levels = [inner_nodes(tree, depth) for depth in range(tree.depth + 1)]
+        inner, drawn_levels = sum(inner_levels, []), [drawn_nodes(tree, above) for above in inner_levels[:-1]]
         ancestors = tree_links(for_each_request([inner.index(tree.parents[node]) if node else -1
                                                  for node in inner])).ancestors
-        self.levels, self.num_drawn = [], []  # num_drawn: at each level
-        uniforms, nodes, num_drawn, above = [], [0], 1, [0]  # of all that is drawn, the root is number 0
-        for depth in range(1, tree.depth + 1):
-            child_lists = [tree.children(node) for node in above]
-            K = max(map(len, child_lists))
-            # node n is drawn with uniform n - 1; where the tree has no such child, any uniform will do
-            uniforms += [node - 1 for children in child_lists for node in children + [1] * (K - len(children))]
-            drawn = {node: f * K + i for f, children in enumerate(child_lists) for i, node in enumerate(children)}
-            nodes += [num_drawn + drawn[node] for node in tree.level(depth)]
-            self.num_drawn.append(len(above) * K)
-            num_drawn += self.num_drawn[-1]
-            new = [node for node in tree.level(depth) if tree.children(node)]
-            first = inner.index(new[0]) if new else 0
-            self.levels.append(self.Level(K, indices([drawn[node] for node in new]),
-                                          indices([above.index(tree.parents[node]) for node in new]),
-                                          indices([[depth] * len(new)]), ancestors[:, first: first + len(new)], first))
-            above = new
-        self.uniforms, self.nodes = indices(uniforms), indices(nodes)
+        self.levels, first = [], 1
+        for depth, (above, drawn, new) in enumerate(zip(inner_levels, drawn_levels, inner_levels[1:]), 1):
+            self.levels.append(self.Level(
+                len(drawn) // len(above), indices([drawn.index(node) for node in new]),
+                indices([above.index(tree.parents[node]) for node in new]), indices([[depth] * len(new)]),
+                ancestors[:, first: first + len(new)], first))
+            first += len(new)
+        self.num_drawn, drawn = list(map(len, drawn_levels)), sum(drawn_levels, [0])
+        # node n is drawn with uniform n - 1; where the tree has no such child, any uniform will do
+        self.uniforms = indices([max(node - 1, 0) for node in drawn[1:]])
+        self.nodes = indices([drawn.index(node) for node in range(len(tree.parents))])
         self.num_inner = len(inner)
         self.links = tree_links(for_each_request(tree.parents))
         self.draft_row = for_each_request([inner.index(node) if node in inner else -1
                                            for node in range(len(tree.parents))])
+
+
+def inner_nodes(tree: StaticTree, depth: int) -> list[int]:
+    """The tree nodes at a depth that have children."""
+    return [node for node in tree.level(depth) if tree.children(node)]
+
+
+def drawn_nodes(tree: StaticTree, above: list[int]) -> list[int]:
+    """The tree nodes that are drawn after the nodes of the level above, K after each; -1 where the tree has none."""
+    child_lists = [tree.children(node) for node in above]
+    K = max(map(len, child_lists))
+    return [node for children in child_lists for node in children + [-1] * (K - len(children))]
 
 
 class StaticDraftState(DraftState):
@@ -188,26 +198,23 @@ class StaticDraftState(DraftState):
                  shapes: Shapes, plan: StaticPlan, seed_exact: bool):
         super().__init__(draft_model, target, sampling, draft_guidance, shapes, plan.num_inner, len(plan.levels))
         self.plan, self.seed_exact = plan, seed_exact
-        if not seed_exact:
-            num_drafts = plan.links.depth.shape[1] - 1
-            uniforms = philox_uniforms(sampling.seeds, self.num_tokens, num_drafts, stream=DRAFT)  # (B, L, N - 1)
-            self.uniforms = uniforms.index_select(2, plan.uniforms)
 
     def draft(self, root: Tensor, counts: Tensor, max_count: int, max_depth: int, max_width: int) -> DraftTree:
         B, newest = len(counts), (counts - 1)[:, None]                           # the position of the newest token
         column = newest[:, 0] + self.draft_model.prefix_len                      # (B,) its column
         if not self.seed_exact:
-            uniforms = take_nodes(self.uniforms, newest)[:, 0].split(self.plan.num_drawn, 1)
+            uniforms = uniforms_at(self.sampling.seeds, counts - 1, self.plan.nodes.shape[0] - 1, DRAFT)
+            uniforms = uniforms.index_select(1, self.plan.uniforms).split(self.plan.num_drawn, 1)
         drawn, rows, hidden, logits = [root[:, None]], [], self.hidden, self.logits
         for depth, level in enumerate(self.plan.levels, 1):
             F, K = logits.shape[1], level.num_children
             ids = self.id_range(counts, depth, F)
             if self.seed_exact:
                 by = {"seeds": self.sampling.seeds, "positions": (newest + depth).expand(-1, F), "num_children": K}
-                children = draft_children(*split_rows(logits, B), None, *self.settings, id_range=ids, **by)
+                children = draft_children(*split_rows(logits, B), None, *self.filters, id_range=ids, **by)
             else:
                 with_these = uniforms[depth - 1].view(B, F, K)
-                children = draft_children(*split_rows(logits, B), with_these, *self.settings, id_range=ids)
+                children = draft_children(*split_rows(logits, B), with_these, *self.filters, id_range=ids)
                 rows.append(children.probs)
             drawn.append(children.tokens.view(B, F * K))
             if len(level.inner):
@@ -245,7 +252,7 @@ class DynamicDraftState(DraftState):
         for level in range(1, max_depth + 1):
             first = 1 + (level - 1) * K                                          # of the next frontier's nodes
             grown = draft_frontier(*split_rows(logits, len(root)), scores, ancestors, candidates, width,
-                                   self.shapes.depth, *self.settings, num_children=K, level=level, first_node=first,
+                                   self.shapes.depth, *self.filters, num_children=K, level=level, first_node=first,
                                    first_candidate=num_candidates,
                                    id_range=self.id_range(counts, level, logits.shape[1]))
             levels.append((grown.child_tokens, grown.child_scores, grown.child_parents))
@@ -277,8 +284,7 @@ def new_draft_state(draft_model: DraftModel, sampling: Sampling, methods: list[M
         shapes = Shapes(max_depth, max_depth, max_depth, *sizes)
         return StaticDraftState(draft_model, target, sampling, draft_guidance, shapes, plan, base.seed_exact)
     shapes = Shapes(of_each(lambda m: m.drafts.depth), of_each(lambda m: m.drafts.width),
-                    of_each(lambda m: m.drafts.nodes - 1), *sizes, base.drafts.adaptation,
-                    philox_uniforms(seeds, num_tokens(target), 2, stream=SHAPE))
+                    of_each(lambda m: m.drafts.nodes - 1), *sizes, base.drafts.adaptation, seeds)
     deepest, widest = max(m.max_depth for m in methods), max(m.max_width for m in methods)
     return DynamicDraftState(draft_model, target, sampling, draft_guidance, shapes, 1 + deepest * widest, deepest,
                              of_each(lambda m: m.drafts.nodes, torch.int32), max(m.max_nodes for m in methods))

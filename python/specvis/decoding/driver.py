@@ -28,23 +28,21 @@ class RunningBatch(BatchState):
     `look`, `next_graph_key` and `decoded`.
     """
 
-    ROWS: tuple[str, ...] = ("tokens", "counts", "num_known", "tv_excess", "tv_bound", "log_probs")
+    ROWS: tuple[str, ...] = ("tokens", "counts", "num_known", "tv_excess", "log_probs")
     can_select = False
 
-    def __init__(self, settings, num_known: list[int], num_columns: int, has_bound: Tensor):
+    def __init__(self, settings, num_known: list[int], num_columns: int):
         """
         Args:
             settings:    what a step does not change; it has `target`, `sampling`, `padding_mask` and `num_tokens`
             num_known:   how many tokens of each image are known
             num_columns: of the target's cache
-            has_bound:   (B,) bool  for which images `tv_bound` is known
         """
         device = settings.sampling.seeds.device
         self.settings, self.num_columns, self.poll = settings, num_columns, POLL.get(device.type, USUAL_POLL)
         self.cache = new_cache(settings.target, self.num_rows, num_columns)
         self.num_known = torch.tensor(num_known, device=device)
         self.tv_excess = torch.zeros(len(num_known), dtype=torch.float32, device=device)
-        self.tv_bound = torch.where(has_bound, 0.0, torch.nan)
         self.host_counts, self.num_steps = list(num_known), 0
 
     @property

@@ -118,7 +118,7 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
 class JacobiSettings(BatchState):
     """What a step does not change, of B requests."""
 
-    ROWS, PAIRS, PARTS = ("windows", "is_own", "lossless", "ancestors"), ("padding_mask",), ("sampling",)
+    ROWS, PAIRS, PARTS = ("windows", "is_own", "ancestors"), ("padding_mask",), ("sampling",)
 
     def __init__(self, target: TargetModel, requests: Requests, auto: int):
         """auto: the window of methods whose own is that word"""
@@ -133,7 +133,6 @@ class JacobiSettings(BatchState):
         self.from_last = methods[0].drafts.guess == "last"
         # how many positions after a draw a guess is drawn with it
         self.ahead = self.columns if methods[0].seed_exact and W and not self.from_last else 0
-        self.lossless = torch.tensor([m.lossless for m in methods], device=device)
         self.index = torch.arange(-1, max(self.columns, W + 1) + 1, device=device)  # from the newest token's position
         # (B, 1 + W) which nodes of the widest window are in each request's own; None: all
         is_own = torch.arange(1 + W, device=device) <= self.windows[:, None]
@@ -163,7 +162,7 @@ class JacobiState(RunningBatch):
     def __init__(self, settings: JacobiSettings, num_known: list[int], coupling: Coupling | None = None,
                  refresh: Refresh | None = None):
         B, L, device = len(num_known), settings.num_tokens, settings.padding_mask.device
-        super().__init__(settings, num_known, settings.prefix_len + L + settings.max_window, settings.lossless)
+        super().__init__(settings, num_known, settings.prefix_len + L + settings.max_window)
         width = L + 2 * max(settings.columns, settings.max_window + 1) + 2
         self.tokens = torch.zeros(B, width, dtype=torch.int64, device=device)
         self.status = torch.zeros(B, width, dtype=torch.int32, device=device)  # of the rows that they were drawn from
@@ -241,7 +240,7 @@ class JacobiState(RunningBatch):
         num_accepted = torch.where(is_step, following - index - 1, -1)
         num_drafted = torch.where(is_step, settings.windows[:, None].minimum(L - 1 - index), 0)
         return Decoded(self.tokens[:, :L].masked_fill(is_after_failure, 0), *(account.cpu() for account in (
-            self.num_known, 1 + is_step.sum(1), num_accepted, num_drafted, self.tv_excess, self.tv_bound,
+            self.num_known, 1 + is_step.sum(1), num_accepted, num_drafted, self.tv_excess,
             is_after_failure[:, -1])), decoded_log_probs(self.log_probs, self.num_known, is_after_failure))
 
 

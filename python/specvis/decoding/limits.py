@@ -35,6 +35,9 @@ def count_within(low: int, high: int) -> str:
     return f"a whole number within {low}..{high}"
 
 
-def setting(help: str, default=MISSING):
-    """A field of a dataclass that is a parameter of methods, with what `specvis methods NAME` says of it."""
-    return field(default=default, metadata={"help": help}, kw_only=True)
+def setting(help: str, default=MISSING, per_request: bool = False):
+    """A field of a dataclass that is a parameter of methods, with what `specvis methods NAME` says of it.
+
+    per_request: may it differ among the requests of a batch?
+    """
+    return field(default=default, metadata={"help": help, "per_request": per_request}, kw_only=True)

@@ -70,7 +70,8 @@ class JacobiDrafts(MethodPart):
     drafting = "jacobi"
 
     window: int | str = setting(f"guesses that a forward reads, at most {MAX_GUESSES}, or auto: as many as are fastest "
-                                f"here, by a short timing at first; {USUAL_WINDOW} where seed_exact is false")
+                                f"here, by a short timing at first; {USUAL_WINDOW} where seed_exact is false",
+                                per_request=True)
     guess: str = setting("where a new position's first guess is drawn from: the row above it, or the last row", "above")
     refresh: int = setting("how often a small draft model refreshes the guesses between two target forwards, at most "
                            f"{MAX_REFRESHES}, if the window is not 0 (auto may choose that); 0: no draft model", 0)
@@ -92,7 +93,8 @@ class TreeDrafts(MethodPart):
 
     draft_model: str = setting("who drafts: " + ", ".join(f"{name} ({what})" for name, what in DRAFT_MODELS.items()),
                                "eagle")
-    draft_guidance: float = setting("share of the guidance that the draft model gets; 0: it drafts without", 1.0)
+    draft_guidance: float = setting("share of the guidance that the draft model gets; 0: it drafts without", 1.0,
+                                    per_request=True)
 
     def __post_init__(self):
         self.need("draft_model", self.draft_model in DRAFT_MODELS, f"one of {', '.join(DRAFT_MODELS)}")
@@ -135,9 +137,10 @@ class DynamicDrafts(TreeDrafts):
 
     drafting = "dynamic"
 
-    depth: int = setting(f"levels that a step drafts, at most {MAX_DEPTH}")
-    width: int = setting(f"children of a node, at most {MAX_CHILDREN}")
-    nodes: int = setting(f"how many nodes a step verifies at most, the root counted; no more than {MAX_NODES}")
+    depth: int = setting(f"levels that a step drafts, at most {MAX_DEPTH}", per_request=True)
+    width: int = setting(f"children of a node, at most {MAX_CHILDREN}", per_request=True)
+    nodes: int = setting(f"how many nodes a step verifies at most, the root counted; no more than {MAX_NODES}",
+                         per_request=True)
     adaptation: Adaptation | None = None  # None: every tree has the same depth and width
 
     def __post_init__(self):
@@ -182,13 +185,14 @@ class Acceptance(MethodPart):
                             "maximal")  # of Jacobi decoding alone; none: as SJD is published
     k: int = setting("nearest codes that may lend a draft their probability, fewer than the codebook has; 0: none", 0)
     delta: float = setting(
-        "the most they may lend: probability (tvd), nats (jsd), multiple of the draft's own (ratio)", 0.0)
+        "the most they may lend: probability (tvd), nats (jsd), multiple of the draft's own (ratio)", 0.0,
+        per_request=True)
     cutoff: str = setting("what delta limits: tvd, ratio or jsd", "tvd")  # ratio: LANTERN++'s lambda
     metric: str = setting("by which codes are near: l2, raw, cosine, random, or rank (of jacobi): by the target's own "
                           "probability", "l2")  # raw: as they are stored
     omega: float | tuple[float, ...] = setting(
-        "factor of acceptance: its mean over the levels, or one for each, as 1.4,1.2,1,0.9,0.8", 1.0)
-    nu: float = setting("how fast omega falls from level to level; 0: it does not", 0.0)  # COOL-SD
+        "factor of acceptance: its mean over the levels, or one for each, as 1.4,1.2,1,0.9,0.8", 1.0, per_request=True)
+    nu: float = setting("how fast omega falls from level to level; 0: it does not", 0.0, per_request=True)  # COOL-SD
     residual: str = setting("what a rejection leaves: optimal, relaxed or released", "optimal")
 
     def __post_init__(self):

@@ -2,7 +2,7 @@
 import difflib
 import re
 from dataclasses import dataclass, fields, replace
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -26,8 +26,6 @@ from .trees import Adaptation
 VARIANTS, CONDITIONINGS = ("paper", "released", "path"), ("exact", "block")
 SCHEDULES = ("linear", "constant", "released")  # of MAR's guidance
 OF_MAR = ("num_iter", "steps_first", "steps_last")  # the parameters of MAR's own decoding
-FAMILY = ("guess", "refresh", "draft_model", "tree", "adaptation", "seed_exact", "coupling", "k", "cutoff", "metric",
-          "residual")
 
 
 def format_value(value) -> str:
@@ -43,18 +41,14 @@ class Recipe(MethodPart):
     @property
     def label(self) -> str:
         """The name, and what differs from the recipe of that name."""
-        differing = self.differing(RECIPES.get(self.name))
-        return ":".join([self.name, *(f"{key}={format_value(value)}" for key, value in differing.items())])
+        return ":".join([self.name, *(f"{key}={format_value(value)}" for key, value in self.differing.items())])
 
-    def differing(self, recipe: "Recipe | None") -> dict:
-        """The parameters whose values the recipe does not have. The depth of a static tree is the tree's own.
-
-        Parameters that the recipe lacks count where tokens are continuous: seeds of draws are found by the label.
-        """
-        usual, is_discrete = recipe.parameters if recipe else {}, isinstance(self, Method)
+    @property
+    def differing(self) -> dict:
+        """The parameters that differ from the recipe of that name. The depth of a static tree is the tree's own."""
+        usual = RECIPES.get(self.name, self).parameters
         return {key: value for key, value in self.parameters.items()
-                if value != usual.get(key, value if is_discrete else None)
-                and (key, self.drafting) != ("depth", "static")}
+                if value != usual.get(key) and (key, self.drafting) != ("depth", "static")}
 
 
 @dataclass(frozen=True)
@@ -201,8 +195,8 @@ class Method(Recipe):
     @property
     def family(self) -> tuple:
         """What methods must have in common to share a forward. The rest may differ from request to request."""
-        settings = vars(self.drafts) | vars(self.acceptance)
-        return self.drafting, *(settings.get(name) for name in FAMILY)
+        return self.drafting, *(getattr(part, field.name) for part in (self.drafts, self.acceptance)
+                                for field in fields(part) if not field.metadata.get("per_request"))
 
 
 @dataclass(frozen=True)
@@ -372,7 +366,7 @@ def method(name: str, /, **parameters) -> Method | ContinuousMethod:
     return base.changed(**changed)
 
 
-def parse_method(text: str, /, **parameters) -> Method | ContinuousMethod:
+def parse_method(text: str) -> Method | ContinuousMethod:
     """A method as it is written on the command line, "name" or "name:parameter=value:...", e.g.
     "adt-tree:start=vertical:widths=4,13".
 
@@ -380,13 +374,13 @@ def parse_method(text: str, /, **parameters) -> Method | ContinuousMethod:
         ValueError: as `method`; or a value is not what the parameter takes
     """
     name, *settings = text.strip().split(":")
-    known = method(name).parameters
+    known, parameters = method(name).parameters, {}
     for part in settings:
         key, equals, value = part.partition("=")
         if not equals:
             raise ValueError(f"method must be like name:parameter=value, got {text!r}")
-        if parameters.get(key) is not None:
-            raise ValueError(f"{key} must be given once, got {value} and {parameters[key]}")
+        if key in parameters:
+            raise ValueError(f"{key} must be given once, got {text!r}")
         if isinstance(known.get(key), bool):
             parameters[key] = parse_bool(key, value)
         else:
@@ -395,19 +389,28 @@ def parse_method(text: str, /, **parameters) -> Method | ContinuousMethod:
     return method(name, **parameters)
 
 
+class Relaxation(NamedTuple):
+    """The keyword arguments by which `verify_logits` and `couple_tokens` accept a draft."""
+    residual: str
+    omega: Tensor | None = None      # (B, P) float32  None: 1
+    neighbors: Tensor | None = None  # (C, k)          None: nothing is lent
+    delta: Tensor | None = None      # (B,) float32    as neighbors
+    cutoff: str = "tvd"
+    offset: int = 0
+
+
 def acceptance_rule(methods: list[Method], neighbors: Tensor | None, target: TargetModel, max_depth: int,
-                    device: torch.device) -> dict:
-    """The keyword arguments of verify_tree for methods of one family. max_depth: the largest of the methods' depths
+                    device: torch.device) -> Relaxation:
+    """The rule of methods of one family. max_depth: the largest of the methods' depths
 
     Raises:
         ValueError: `neighbors` is not a table that the methods need, or is on another device
     """
-    base = methods[0]
-    rule = {"residual": base.acceptance.residual}
-    if any(omega != 1 for m in methods for omega in m.omegas):
+    base, omega = methods[0], None
+    if any(factor != 1 for m in methods for factor in m.omegas):
         padded = [[*m.omegas, *[1.0] * (max_depth - m.max_depth)] for m in methods]
-        rule["omega"] = torch.tensor(padded, dtype=torch.float32, device=device)
-    k = base.num_neighbors
+        omega = torch.tensor(padded, dtype=torch.float32, device=device)
+    rule, k = Relaxation(base.acceptance.residual, omega), base.num_neighbors
     if not k:
         return rule
     first, last = codes(target)
@@ -417,8 +420,9 @@ def acceptance_rule(methods: list[Method], neighbors: Tensor | None, target: Tar
                          f"{base.name}, got {have}")
     if neighbors.device != device:
         raise ValueError(f"neighbors must be on {device} like the target, got {neighbors.device}")
-    return rule | {"neighbors": neighbors[:, :k].contiguous(), "cutoff": base.acceptance.cutoff, "offset": first,
-                   "delta": torch.tensor([m.acceptance.delta for m in methods], dtype=torch.float32, device=device)}
+    return rule._replace(
+        neighbors=neighbors[:, :k].contiguous(), cutoff=base.acceptance.cutoff, offset=first,
+        delta=torch.tensor([m.acceptance.delta for m in methods], dtype=torch.float32, device=device))
 
 
 def one_each(methods, count: int, name: str) -> list:

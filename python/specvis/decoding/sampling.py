@@ -163,6 +163,11 @@ def take_nodes(x: Tensor, nodes: Tensor) -> Tensor:
     return in_parts(partial(torch.index_select, x, 1), len(x) * H, index, dim=1).view(R, K, H)
 
 
+def uniforms_at(seeds: Tensor, positions: Tensor, n: int, stream: int) -> Tensor:
+    """The first n uniforms of a position of each request, in that stream: seeds (B,), positions (B,) -> (B, n)."""
+    return philox_uniforms(seeds, positions[:, None], n, stream=stream)[:, 0]
+
+
 def philox_normals(seeds: Tensor, positions: Tensor | int, n: int, *, stream: int, turn: int = 0) -> Tensor:
     """Standard normal numbers from `philox_uniforms` of these arguments, by the inverse CDF. All are within 5.6."""
     middles = philox_uniforms(seeds, positions, n, stream=stream, turn=turn).double() + 2.0 ** -25

@@ -8,17 +8,17 @@ whatever the trees.
 
 Some tokens of an image may be known. They are read with the condition, and the other tokens are drawn after them.
 """
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvis_kernels import INVALID_ROW, CommitTokensResult, VerifyResult, commit_tokens, philox_uniforms, verify_logits
+from specvis_kernels import INVALID_ROW, CommitTokensResult, VerifyResult, commit_tokens, verify_logits
 
 from ..models.interface import DraftModel, Nodes, TargetModel, id_range, inference, num_tokens
 from .batch_state import BatchState
-from .bounds import chain_bound, optimal_residual, scaled, vanilla_residual
 from .decoded import (
     Decoded,
     Finished,
@@ -34,7 +34,7 @@ from .driver import RunningBatch, decode_batch, read_known
 from .graphs import GraphKey, can_replay, round_up
 from .methods import Method, acceptance_rule
 from .requests import Requests, check_batch, check_draft_model, checked_requests
-from .sampling import ACCEPT, Sampling, split_rows, take_nodes
+from .sampling import ACCEPT, Sampling, split_rows, take_nodes, uniforms_at
 from .trees import static_tree
 
 
@@ -84,7 +84,7 @@ def speculative_decode(target: TargetModel, draft_model: DraftModel, condition: 
 class SpeculativeSettings(BatchState):
     """What a step does not change, of B requests."""
 
-    ROWS, PAIRS, PARTS = ("uniforms", "lossless"), ("padding_mask",), ("sampling",)
+    PAIRS, PARTS = ("padding_mask",), ("sampling",)
 
     def __init__(self, target: TargetModel, requests: Requests, neighbors: Tensor | None):
         methods, self.sampling, self.padding_mask = requests.methods, requests.sampling, requests.padding_mask
@@ -93,14 +93,8 @@ class SpeculativeSettings(BatchState):
         # the most nodes of a tree, drafts that a step can accept, and children of a node
         self.max_nodes, self.max_depth, self.max_width = (
             max(getattr(m, name) for m in methods) for name in ("max_nodes", "max_depth", "max_width"))
-        # (B, L, N) float32 for verification, by the position of a step's first token
-        self.uniforms = None if base.seed_exact else philox_uniforms(
-            self.sampling.seeds, self.num_tokens, self.max_nodes, stream=ACCEPT)
         self.rule = acceptance_rule(methods, neighbors, target, self.max_depth, device)  # arguments of verify_logits
-        self.lossless = torch.tensor([m.lossless for m in methods], device=device)
         self.is_chain = base.drafting == "static" and static_tree(base.drafts.tree).is_chain
-        # must chain_bound be computed?
-        self.needs_bound = self.is_chain and not base.acceptance.k and not all(m.lossless for m in methods)
 
 
 class SpeculativeState(RunningBatch):
@@ -111,10 +105,8 @@ class SpeculativeState(RunningBatch):
 
     def __init__(self, settings: SpeculativeSettings, draft_state: DraftState, num_known: list[int]):
         """num_known: how many tokens of each image are known."""
-        seeds, greedy = settings.sampling.seeds, settings.sampling.greedy
-        B, L, device = len(seeds), settings.num_tokens, seeds.device
-        super().__init__(settings, num_known, settings.target.prefix_len + L + settings.max_nodes,
-                         settings.lossless | ~greedy & settings.needs_bound)
+        B, L, device = len(num_known), settings.num_tokens, settings.padding_mask.device
+        super().__init__(settings, num_known, settings.target.prefix_len + L + settings.max_nodes)
         self.draft_state = draft_state
         self.tokens = torch.zeros(B, L, dtype=torch.int64, device=device)
         self.counts = self.num_known + 1  # (B,) tokens of each image; L: it is finished, or it failed
@@ -148,14 +140,14 @@ class SpeculativeState(RunningBatch):
     def decoded(self) -> Decoded:
         log_probs = decoded_log_probs(self.log_probs, self.num_known, torch.zeros_like(self.tokens, dtype=torch.bool))
         return Decoded(self.tokens, *(account.cpu() for account in (
-            self.num_known, self.target_forwards, self.num_accepted, self.num_drafted, self.tv_excess, self.tv_bound,
-            self.failed)), log_probs)
+            self.num_known, self.target_forwards, self.num_accepted, self.num_drafted, self.tv_excess, self.failed)),
+                       log_probs)
 
 
 def prefill(state: SpeculativeState, condition: Tensor, known_tokens: Tensor | None) -> None:
     """Read the conditions (R, S, dim) and the known tokens with target and draft model. Draw the next tokens."""
-    settings = state.settings
-    sampling, num_known, draft_state = settings.sampling, state.num_known, state.draft_state
+    settings, num_known, draft_state = state.settings, state.num_known, state.draft_state
+    sampling = settings.sampling
     S, L = settings.target.prefix_len, settings.num_tokens
     hidden = read_known(settings.target, condition, settings.padding_mask, known_tokens, state.tokens, state.cache)
     draft_state.prefill(hidden[:, :S])
@@ -178,20 +170,12 @@ def prefill(state: SpeculativeState, condition: Tensor, known_tokens: Tensor | N
 
 def run_step(state: SpeculativeState) -> Step:
     """One step of all images that are not finished."""
-    settings = state.settings
-    position = state.counts.clamp(max=settings.num_tokens - 1)
-    active = state.counts < settings.num_tokens
-    tree = draft(state)
-    output = target_forward(state, settings, tree, position)
-    verified = verify(settings, tree, output, position)
-    committed = commit(state, settings, tree, output, verified)
-    update(state, settings, tree, output, verified, committed, position, active)
-    return Step(tree.links, position, verified.accepted_nodes, verified.num_accepted, active)
-
-
-def draft(state: SpeculativeState) -> DraftTree:
-    """The next trees."""
-    return state.draft_state.draft(state.root, state.counts, *state.graph_key)
+    step = draft(state)
+    step.output = target_forward(state, step)
+    step.verified = verify(state, step)
+    step.committed = commit(state, step)
+    update(state, step)
+    return Step(step.tree.links, step.position, step.verified.accepted_nodes, step.verified.num_accepted, step.active)
 
 
 class TargetOutput(NamedTuple):
@@ -201,19 +185,38 @@ class TargetOutput(NamedTuple):
     lengths: Tensor  # (B,) int64  the root's column
 
 
-def target_forward(state: SpeculativeState, settings: SpeculativeSettings, tree: DraftTree,
-                   position: Tensor) -> TargetOutput:
+@dataclass
+class TreeStep:
+    """A step as far as it has come: each of the five calls reads what those before it have found."""
+
+    position: Tensor  # (B,) int64  of the step's first token in the image
+    active: Tensor    # (B,) bool   images that were not finished before the step
+    tree: DraftTree
+    output: TargetOutput | None = None
+    verified: VerifyResult | None = None
+    committed: CommitTokensResult | None = None
+
+
+def draft(state: SpeculativeState) -> TreeStep:
+    """Begin a step with the next trees."""
+    counts, L = state.counts, state.settings.num_tokens
+    return TreeStep(counts.clamp(max=L - 1), counts < L, state.draft_state.draft(state.root, counts, *state.graph_key))
+
+
+def target_forward(state: SpeculativeState, step: TreeStep) -> TargetOutput:
     """Read all nodes of the trees at once. Each sees the tokens before the root, its ancestors and itself."""
-    N, S, target = tree.tokens.shape[1], settings.target.prefix_len, settings.target
-    lengths, columns = position + (S - 1), min(S - 1 + state.graph_key.max_count + N, state.num_columns)
-    nodes = Nodes(tree.links.depth, lengths, tree.links.ancestors, settings.padding_mask, columns)
+    tree, target = step.tree, state.settings.target
+    N, S = tree.tokens.shape[1], target.prefix_len
+    lengths, columns = step.position + (S - 1), min(S - 1 + state.graph_key.max_count + N, state.num_columns)
+    nodes = Nodes(tree.links.depth, lengths, tree.links.ancestors, state.settings.padding_mask, columns)
     hidden = target.extend(nodes.of_rows(tree.tokens), nodes, state.cache)
     return TargetOutput(hidden, target.logits(hidden), lengths)
 
 
-def verify(settings: SpeculativeSettings, tree: DraftTree, output: TargetOutput, position: Tensor) -> VerifyResult:
+def verify(state: SpeculativeState, step: TreeStep) -> VerifyResult:
     """Say which drafts are accepted, and draw the next token. Drafts are limited so that its position exists."""
-    N, sampling, links, position = tree.tokens.shape[1], settings.sampling, tree.links, position[:, None]
+    settings, tree, links, position = state.settings, step.tree, step.tree.links, step.position[:, None]
+    sampling = settings.sampling
     first_child = torch.where(links.depth < (settings.num_tokens - 1) - position, links.first_child, -1)
     ids = None
     if settings.seed_exact or settings.has_id_range:
@@ -222,50 +225,35 @@ def verify(settings: SpeculativeSettings, tree: DraftTree, output: TargetOutput,
     if settings.seed_exact:
         by, uniforms = {"seeds": sampling.seeds, "positions": positions}, None
     else:
-        uniforms = take_nodes(settings.uniforms, position)[:, 0, :N]
-        by = {"draft_probs": tree.draft_probs, "draft_row": tree.draft_row, **settings.rule}
-    return verify_logits(*split_rows(output.logits, len(tree.tokens)), tree.tokens, first_child, links.next_sibling,
-                         uniforms, sampling.guidance, sampling.temperature, sampling.top_k, sampling.top_p,
-                         max_depth=settings.max_depth, id_range=ids, **by)
+        uniforms = uniforms_at(sampling.seeds, step.position, tree.tokens.shape[1], ACCEPT)
+        by = {"draft_probs": tree.draft_probs, "draft_row": tree.draft_row, **settings.rule._asdict()}
+    return verify_logits(*split_rows(step.output.logits, len(tree.tokens)), tree.tokens, first_child,
+                         links.next_sibling, uniforms, sampling.guidance, sampling.temperature, sampling.top_k,
+                         sampling.top_p, max_depth=settings.max_depth, id_range=ids, **by)
 
 
-def commit(state: SpeculativeState, settings: SpeculativeSettings, tree: DraftTree, output: TargetOutput,
-           verified: VerifyResult) -> CommitTokensResult:
+def commit(state: SpeculativeState, step: TreeStep) -> CommitTokensResult:
     """Put the accepted drafts into the cache, and them and the next token into the images and their accounts."""
-    if not settings.is_chain:  # an accepted part of a chain is where it should be
-        state.cache.commit(verified.accepted_nodes, verified.num_accepted, output.lengths)
+    verified = step.verified
+    if not state.settings.is_chain:  # an accepted part of a chain is where it should be
+        state.cache.commit(verified.accepted_nodes, verified.num_accepted, step.output.lengths)
     state.root.copy_(verified.next_token)
     return commit_tokens(state.tokens, state.counts, state.failed, state.target_forwards, state.num_accepted,
-                         state.num_drafted, state.tv_excess, tree.tokens, verified.accepted_nodes,
+                         state.num_drafted, state.tv_excess, step.tree.tokens, verified.accepted_nodes,
                          verified.num_accepted, verified.next_token, verified.tv_excess, verified.status,
                          state.draft_state.shapes.depth)
 
 
-def update(state: SpeculativeState, settings: SpeculativeSettings, tree: DraftTree, output: TargetOutput,
-           verified: VerifyResult, committed: CommitTokensResult, position: Tensor, active: Tensor) -> None:
+def update(state: SpeculativeState, step: TreeStep) -> None:
     """Let the draft model read the new tokens, and choose the next trees' shapes."""
+    settings, shapes, position, committed = state.settings, state.draft_state.shapes, step.position, step.committed
     if state.log_probs is not None:
         index = torch.arange(settings.max_depth + 1, device=position.device)
-        ids = id_range(settings.target, position[:, None] + tree.links.depth.clamp(min=0))
-        keep_log_probs(state, torch.where(active[:, None], position[:, None] + index, state.log_probs.shape[1] - 1),
-                       settings.sampling, output.logits, committed.new_tokens, ids,
+        ids = id_range(settings.target, position[:, None] + step.tree.links.depth.clamp(min=0))
+        places = torch.where(step.active[:, None], position[:, None] + index, state.log_probs.shape[1] - 1)
+        keep_log_probs(state, places, settings.sampling, step.output.logits, committed.new_tokens, ids,
                        torch.where(index < committed.num_new[:, None], committed.nodes, -1))
-    if settings.needs_bound:
-        add_bound(state, settings, tree, output, position, active)
-    shapes = state.draft_state.shapes
     if shapes.adaptation:
-        shapes.record(position, verified.num_accepted.long(), active & (state.counts < settings.num_tokens))
-    hidden = take_nodes(output.hidden, committed.nodes)
+        shapes.record(position, step.verified.num_accepted.long(), step.active & (state.counts < settings.num_tokens))
+    hidden = take_nodes(step.output.hidden, committed.nodes)
     state.draft_state.extend(committed.new_tokens, hidden, position, committed.num_new, state.graph_key.max_count)
-
-
-def add_bound(state: SpeculativeState, settings: SpeculativeSettings, tree: DraftTree, output: TargetOutput,
-              position: Tensor, active: Tensor) -> None:
-    """Add the bound of COOL-SD's eq. (4) for the chains of a step."""
-    P, L = settings.max_depth, settings.num_tokens
-    positions = position[:, None] + torch.arange(P, device=position.device)
-    probs = settings.sampling.of_logits(output.logits[:, :P], id_range(settings.target, positions)).probs
-    accepts = [scaled(settings.rule["omega"][:, i:i + 1].double()) for i in range(P)]
-    residual = optimal_residual if settings.rule["residual"] == "optimal" else vanilla_residual
-    levels = torch.where(settings.lossless | ~active, 0, L - 1 - position)
-    state.tv_bound += chain_bound(probs, tree.draft_probs, tree.tokens[:, 1:], accepts, residual, levels)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .batch_state import BatchState
 from .limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, MAX_TOKENS, count_within, is_count, is_number, setting
+from .sampling import SHAPE, uniforms_at
 
 MAX_FILE = 2**20  # bytes of a file with a tree; one of MAX_NODES has far fewer
 
@@ -197,20 +198,20 @@ class Shapes(BatchState):
     Without an adaptation they never change.
     """
 
-    ROWS = ("depth", "width", "max_nodes", "uniforms", "first", "depths", "widths", "alphas")
+    ROWS = ("depth", "width", "max_nodes", "seeds", "first", "depths", "widths", "alphas")
 
     def __init__(self, depth: Tensor, width: Tensor, max_nodes: Tensor, columns: int, num_tokens: int,
-                 adaptation: Adaptation | None = None, uniforms: Tensor | None = None):
+                 adaptation: Adaptation | None = None, seeds: Tensor | None = None):
         """
         Args:
             depth, width: (B,) int64  of the first tree
             max_nodes:    (B,) int64  how many drafts a tree has at most: no tree is deeper or wider
             columns:      how many tokens a row of the image has
             num_tokens:   L
-            uniforms:     (B, L, 2) float32  for the start "random"
+            seeds:        (B,) int64  for the start "random"
         """
         self.depth, self.width, self.max_nodes = depth.minimum(max_nodes), width.minimum(max_nodes), max_nodes
-        self.adaptation, self.uniforms = adaptation, uniforms
+        self.adaptation, self.seeds = adaptation, seeds
         self.columns, self.num_tokens = columns, num_tokens
         self.first = torch.ones_like(depth)  # (B,) the position of the first token that a tree draws
         self.depths, self.widths, self.alphas = torch.zeros(
@@ -275,6 +276,6 @@ class Shapes(BatchState):
 
     def _random(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Depth and width drawn uniformly within the bounds."""
-        u = self.uniforms.gather(1, position[:, None, None].expand(-1, 1, 2))[:, 0]
+        u = uniforms_at(self.seeds, position, 2, SHAPE)
         return tuple(low + torch.floor(u[:, i] * (high - low + 1))
                      for i, (low, high) in enumerate((self.adaptation.depths, self.adaptation.widths)))
