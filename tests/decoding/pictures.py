@@ -7,6 +7,7 @@ from specvis.decoding.draft_model import EagleDraftModel
 from specvis.decoding.methods import METHODS, method
 from specvis.decoding.sampling import Sampling, repeat_for_cfg
 from specvis.pipelines.positions import target_hidden
+from specvis_kernels import guided_probs
 
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart"]
 
@@ -42,7 +43,7 @@ def exact_pictures(pipeline, prompt, sampling):
                        top_p=sampling.top_p[0].item())
     with torch.inference_mode():
         hidden = target_hidden(pipeline, [prompt] * len(pictures), pictures)
-        target = each.probs(pipeline.gpt, hidden[:, -L:])[0]
+        target = guided_probs(**each.rows(pipeline.gpt.logits(hidden[:, -L:]))).probs
     return target.double().gather(-1, pictures[..., None])[..., 0].prod(-1)
 
 

@@ -12,7 +12,7 @@ from specvis.pipelines.positions import (
     logit_rounding,
     target_hidden,
 )
-from specvis_kernels import draw_tokens, gumbel_noise
+from specvis_kernels import draw_tokens, guided_probs, gumbel_noise
 from tests.tiny import tiny_pipeline
 
 PROMPTS = ["red heart", "blue heart"]
@@ -41,7 +41,8 @@ def test_a_margin_is_what_another_token_lacks(pipeline, temperature):
     sampling = Sampling.of([3, 4], temperature=temperature, top_k=20)
     tokens = pipeline.tokens(PROMPTS, "vanilla", sampling).tokens
     margins = draw_margins(pipeline, PROMPTS, tokens, sampling)
-    logits = sampling.probs(pipeline.gpt, target_hidden(pipeline, PROMPTS, tokens)[:, -16:])[0].log()
+    logits = pipeline.gpt.logits(target_hidden(pipeline, PROMPTS, tokens)[:, -16:])
+    logits = guided_probs(**sampling.rows(logits)).probs.log()
     positions = torch.arange(16).expand(2, -1)
     settings = (torch.ones(2), torch.tensor([float(temperature > 0)] * 2), torch.zeros(2, dtype=torch.int32),
                 torch.ones(2), sampling.seeds, positions)
@@ -71,7 +72,8 @@ def test_rounding_can_change_what_a_filter_keeps(pipeline):
     """At a top-p that just keeps the token which would be drawn of all ids."""
     sampling = Sampling.of([3])
     tokens = pipeline.tokens(PROMPTS[:1], "vanilla", sampling).tokens
-    probs = sampling.probs(pipeline.gpt, target_hidden(pipeline, PROMPTS[:1], tokens)[:, -16:])[0]
+    logits = pipeline.gpt.logits(target_hidden(pipeline, PROMPTS[:1], tokens)[:, -16:])
+    probs = guided_probs(**sampling.rows(logits)).probs
     scores = probs.log() + gumbel_noise(sampling.seeds, torch.arange(16)[None], probs.shape[-1])
     mass = probs.gather(2, scores.argmax(-1, keepdim=True))
     above = torch.where(probs > mass, probs, 0.0).sum(-1)[0]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specvis_kernels import TreeLinksResult
+from specvis_kernels import TreeLinksResult, token_log_probs
 
 from .sampling import Sampling
 
@@ -72,10 +72,10 @@ def keep_log_probs(state, positions: Tensor, sampling: Sampling, logits: Tensor,
                    rows: Tensor | None = None) -> None:
     """Put the log-probabilities of tokens (B, K) at positions (B, K), if they are wanted; 0 for an invalid row.
 
-    state: has `log_probs`; logits, ids, rows: see `Sampling.log_probs_of`
+    state: has `log_probs`; logits (R, N, V); ids (B, N, 2): see `id_range`; rows: see `token_log_probs`
     """
     if state.log_probs is not None:
-        new = sampling.log_probs_of(logits, tokens, ids, rows)
+        new = token_log_probs(**sampling.rows(logits), tokens=tokens, rows=rows, id_range=ids)
         values = torch.stack([new.sampled, new.full], -1).masked_fill((new.status != 0)[..., None], 0.0)
         state.log_probs.scatter_(1, positions[..., None].expand(-1, -1, 2), values)
 

@@ -11,7 +11,7 @@ from ..models.interface import DraftModel, Nodes, TargetModel, chain_ancestors, 
 from ..models.threads import cat, copy
 from .batch_state import BatchState
 from .methods import Method
-from .sampling import DRAFT, Sampling, split_rows, take_nodes, uniforms_at
+from .sampling import DRAFT, Sampling, take_nodes, uniforms_at
 from .trees import Shapes, StaticTree, static_tree
 
 
@@ -49,7 +49,6 @@ class DraftState(BatchState, ABC):
         self.padding_mask = draft_model.padding_mask.clone()
         guidance = torch.lerp(torch.ones_like(draft_guidance), sampling.guidance, draft_guidance)
         self.sampling, seeds = replace(sampling, guidance=guidance), sampling.seeds
-        self.filters = guidance, self.sampling.temperature, self.sampling.top_k, self.sampling.top_p
         self.num_columns = draft_model.prefix_len + self.num_tokens + max(num_nodes, max_depth + 1)
         self.cache = draft_model.new_cache(self.num_columns)
         self.depths = torch.arange(max_depth + 1, device=seeds.device)[None]  # of the nodes of a chain
@@ -210,11 +209,12 @@ class StaticDraftState(DraftState):
             F, K = logits.shape[1], level.num_children
             ids = self.id_range(counts, depth, F)
             if self.seed_exact:
-                by = {"seeds": self.sampling.seeds, "positions": (newest + depth).expand(-1, F), "num_children": K}
-                children = draft_children(*split_rows(logits, B), None, *self.filters, id_range=ids, **by)
+                by = {"uniforms": None, "seeds": self.sampling.seeds, "positions": (newest + depth).expand(-1, F),
+                      "num_children": K}
             else:
-                with_these = uniforms[depth - 1].view(B, F, K)
-                children = draft_children(*split_rows(logits, B), with_these, *self.filters, id_range=ids)
+                by = {"uniforms": uniforms[depth - 1].view(B, F, K)}
+            children = draft_children(**self.sampling.rows(logits), id_range=ids, **by)
+            if not self.seed_exact:
                 rows.append(children.probs)
             drawn.append(children.tokens.view(B, F * K))
             if len(level.inner):
@@ -251,9 +251,9 @@ class DynamicDraftState(DraftState):
         num_candidates = 0
         for level in range(1, max_depth + 1):
             first = 1 + (level - 1) * K                                          # of the next frontier's nodes
-            grown = draft_frontier(*split_rows(logits, len(root)), scores, ancestors, candidates, width,
-                                   self.shapes.depth, *self.filters, num_children=K, level=level, first_node=first,
-                                   first_candidate=num_candidates,
+            grown = draft_frontier(**self.sampling.rows(logits), scores=scores, ancestors=ancestors,
+                                   candidates=candidates, width=width, depth=self.shapes.depth, num_children=K,
+                                   level=level, first_node=first, first_candidate=num_candidates,
                                    id_range=self.id_range(counts, level, logits.shape[1]))
             levels.append((grown.child_tokens, grown.child_scores, grown.child_parents))
             if level == max_depth:

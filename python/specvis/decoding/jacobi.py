@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvis_kernels import DrawTokensResult, tree_links
+from specvis_kernels import DrawTokensResult, guided_probs, tree_links
 
 from ..models.interface import (
     DraftModel,
@@ -266,7 +266,8 @@ def prefill(state: JacobiState, settings: JacobiSettings, condition: Tensor, kno
         state.tokens[row, positions + settings.ahead] = drawn.ahead_tokens
     if state.coupling:
         kept = positions[:, :num_above + 1]
-        rows = state.coupling.exact(*sampling.probs(settings.target, hidden[:, :num_above + 1], kept))
+        logits = settings.target.logits(hidden[:, :num_above + 1])
+        rows = state.coupling.exact(*guided_probs(**sampling.rows(logits), id_range=id_range(settings.target, kept)))
         state.coupling.keep_rows(kept, rows)
         guess_new(state, settings, hidden, state.counts, state.counts, settings.max_window)
     state.advance(torch.zeros_like(state.counts), drawn.status[:, num_above:])
@@ -329,8 +330,8 @@ def verify(state: JacobiState, settings: JacobiSettings, chain: Chain, logits: T
     sampling, ids = settings.sampling, id_range(settings.target, chain.positions)
     if state.coupling:
         budget = chain.windows.minimum((settings.num_tokens - 1) - chain.counts)
-        return state.coupling.couple(*sampling.of_logits(logits, ids), chain.guesses, chain.counts[:, None],
-                                     budget[:, None])
+        probs, status = guided_probs(**sampling.rows(logits), id_range=ids)
+        return state.coupling.couple(probs, status, chain.guesses, chain.counts[:, None], budget[:, None])
     return sampling.draw(logits, chain.positions, ids, chain.guesses, settings.ahead)
 
 

@@ -5,17 +5,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from specvis_kernels import (
-    DrawTokensResult,
-    GuidedProbsResult,
-    TokenLogProbsResult,
-    draw_tokens,
-    guided_probs,
-    philox_uniforms,
-    token_log_probs,
-)
+from specvis_kernels import DrawTokensResult, draw_tokens, philox_uniforms
 
-from ..models.interface import DraftModel, TargetModel, has_guidance, id_range
+from ..models.interface import TargetModel, has_guidance
 from ..models.threads import in_parts
 from .batch_state import BatchState
 from .limits import MAX_NUMBER, MAX_TOP_K, count_within, is_count, is_number
@@ -78,18 +70,11 @@ class Sampling(BatchState):
     def select(self, rows: list[int], batch: int) -> "Sampling":
         return self[rows]
 
-    def probs(self, model: TargetModel | DraftModel, hidden: Tensor,
-              positions: Tensor | None = None) -> GuidedProbsResult:
-        """Hidden states (R, N, dim) -> guided probabilities (B, N, V) and their status (B, N).
-
-        positions (B, N) int64: in the image, of the token after each; None: any id is allowed
-        """
-        return self.of_logits(model.logits(hidden), None if positions is None else id_range(model, positions))
-
-    def of_logits(self, logits: Tensor, ids: Tensor | None = None) -> GuidedProbsResult:
-        """Logits (R, N, V) -> guided probabilities (B, N, V) and their status (B, N). ids: see `id_range`"""
-        return guided_probs(*split_rows(logits, len(self.seeds)), self.guidance, self.temperature, self.top_k,
-                            self.top_p, id_range=ids)
+    def rows(self, logits: Tensor) -> dict[str, Tensor | None]:
+        """The arguments by which ops take logits (R, N, V): each request's rows, its guidance and its filters."""
+        cond, uncond = split_rows(logits, len(self.seeds))
+        return {"logits": cond, "uncond": uncond, "guidance": self.guidance, "temperature": self.temperature,
+                "top_k": self.top_k, "top_p": self.top_p}
 
     def draw(self, logits: Tensor, positions: Tensor, ids: Tensor | None = None, guesses: Tensor | None = None,
              ahead: int = 0) -> DrawTokensResult:
@@ -97,14 +82,8 @@ class Sampling(BatchState):
 
         ids (B, N, 2): see `id_range`; guesses (B, N) int64 and ahead: see `draw_tokens`
         """
-        return draw_tokens(*split_rows(logits, len(self.seeds)), self.guidance, self.temperature, self.top_k,
-                           self.top_p, self.seeds, positions, id_range=ids, guesses=guesses, ahead=ahead)
-
-    def log_probs_of(self, logits: Tensor, tokens: Tensor, ids: Tensor | None = None,
-                     rows: Tensor | None = None) -> TokenLogProbsResult:
-        """Of tokens (B, K) int64 in logits (R, N, V). ids (B, N, 2): see `id_range`; rows: see `token_log_probs`"""
-        return token_log_probs(*split_rows(logits, len(self.seeds)), self.guidance, self.temperature, self.top_k,
-                               self.top_p, tokens, rows=rows, id_range=ids)
+        return draw_tokens(**self.rows(logits), seeds=self.seeds, positions=positions, id_range=ids, guesses=guesses,
+                           ahead=ahead)
 
     @property
     def greedy(self) -> Tensor:

@@ -34,7 +34,7 @@ from .driver import RunningBatch, decode_batch, read_known
 from .graphs import GraphKey, can_replay, round_up
 from .methods import Method, acceptance_rule
 from .requests import Requests, check_batch, check_draft_model, checked_requests
-from .sampling import ACCEPT, Sampling, split_rows, take_nodes, uniforms_at
+from .sampling import ACCEPT, Sampling, take_nodes, uniforms_at
 from .trees import static_tree
 
 
@@ -216,20 +216,19 @@ def target_forward(state: SpeculativeState, step: TreeStep) -> TargetOutput:
 def verify(state: SpeculativeState, step: TreeStep) -> VerifyResult:
     """Say which drafts are accepted, and draw the next token. Drafts are limited so that its position exists."""
     settings, tree, links, position = state.settings, step.tree, step.tree.links, step.position[:, None]
-    sampling = settings.sampling
+    seeds = settings.sampling.seeds
     first_child = torch.where(links.depth < (settings.num_tokens - 1) - position, links.first_child, -1)
     ids = None
     if settings.seed_exact or settings.has_id_range:
         positions = position + links.depth.clamp(min=0)  # of the token after each node
         ids = id_range(settings.target, positions)
     if settings.seed_exact:
-        by, uniforms = {"seeds": sampling.seeds, "positions": positions}, None
+        by = {"uniforms": None, "seeds": seeds, "positions": positions}
     else:
-        uniforms = uniforms_at(sampling.seeds, step.position, tree.tokens.shape[1], ACCEPT)
-        by = {"draft_probs": tree.draft_probs, "draft_row": tree.draft_row, **settings.rule._asdict()}
-    return verify_logits(*split_rows(step.output.logits, len(tree.tokens)), tree.tokens, first_child,
-                         links.next_sibling, uniforms, sampling.guidance, sampling.temperature, sampling.top_k,
-                         sampling.top_p, max_depth=settings.max_depth, id_range=ids, **by)
+        by = {"uniforms": uniforms_at(seeds, step.position, tree.tokens.shape[1], ACCEPT),
+              "draft_probs": tree.draft_probs, "draft_row": tree.draft_row, **settings.rule._asdict()}
+    return verify_logits(**settings.sampling.rows(step.output.logits), tokens=tree.tokens, first_child=first_child,
+                         next_sibling=links.next_sibling, max_depth=settings.max_depth, id_range=ids, **by)
 
 
 def commit(state: SpeculativeState, step: TreeStep) -> CommitTokensResult:

@@ -2,7 +2,7 @@
 import torch
 from torch import Tensor
 
-from specvis_kernels import draw_tokens, gumbel_noise
+from specvis_kernels import guided_probs, gumbel_noise
 
 from ..decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from ..models.interface import inference
@@ -57,10 +57,8 @@ def is_near_a_filter(pipeline: Pipeline, prompt: str, tokens: Tensor, sampling: 
     generator = torch.Generator(logits.device).manual_seed(0)
     changes = torch.rand(logits.shape, generator=generator, dtype=torch.float32, device=logits.device) * 2 - 1
     changes[:, 0] = 0
-    conditional, unconditional = (logits + size * changes).chunk(2)
     positions = torch.full((1, num_tries), position, device=logits.device)
-    drawn = draw_tokens(conditional, unconditional, sampling.guidance, sampling.temperature, sampling.top_k,
-                        sampling.top_p, sampling.seeds, positions).tokens
+    drawn = sampling.draw(logits + size * changes, positions).tokens
     return bool((drawn != drawn[:, :1]).any())
 
 
@@ -70,7 +68,8 @@ def draw_margins(pipeline: Pipeline, prompts: list[str], tokens: Tensor, samplin
 
     tokens (B, L) int64: of the pictures
     """
-    probs = sampling.probs(pipeline.gpt, target_hidden(pipeline, prompts, tokens)[:, -tokens.shape[1]:])[0]
+    logits = pipeline.gpt.logits(target_hidden(pipeline, prompts, tokens)[:, -tokens.shape[1]:])
+    probs = guided_probs(**sampling.rows(logits)).probs
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     noise = gumbel_noise(sampling.seeds, positions, probs.shape[-1])
     scores = probs.log() + torch.where(sampling.greedy[:, None, None], 0.0, noise)
