@@ -147,6 +147,9 @@ ROWS = {
     "tree_from_mask": (
         [(B, 60) for B in (1, 8, 64)],
         lambda B, N: B * N * (N + 4)),
+    "philox_uniforms": (  # of the nodes of a tree
+        [(B, 1, 60) for B in (1, 8, 64)],
+        lambda B, L, n: B * L * (8 + n * 4)),
     "tree_links": (
         [(B, 60) for B in (1, 8, 64)],
         lambda B, N: B * N * (4 + 8 + 12)),

@@ -27,8 +27,9 @@ from .draw_tokens import DrawTokensResult, draw_tokens
 from .expand_tree import ExpandTreeResult, expand_tree
 from .guided_probs import GuidedProbsResult, guided_probs
 from .neighborhood_sum import NeighborhoodSumResult, neighborhood_sum
-from .noise import gumbel_noise, philox_uniforms, philox_words
+from .noise import gumbel_noise, philox_words
 from .packed_linear import pack_weight, packed_linear
+from .philox_uniforms import philox_uniforms
 from .resample_gaussian import ResampleGaussianResult, resample_gaussian
 from .rms_norm import RMSNormResult, rms_norm
 from .rotate_into_cache import rotate_into_cache
@@ -63,7 +64,8 @@ __version__ = "0.2.0.dev0"
 __all__ = [
     "accept_gaussian", "codebook_neighbors", "commit_kv", "couple_tokens", "decoder_layers", "denoise_tokens",
     "draft_children", "draft_frontier", "draw_children", "draw_tokens", "expand_tree",
-    "guided_probs", "neighborhood_sum", "packed_linear", "resample_gaussian", "rms_norm", "rotate_into_cache",
+    "guided_probs", "neighborhood_sum", "packed_linear", "philox_uniforms", "resample_gaussian", "rms_norm",
+    "rotate_into_cache",
     "sample_residual", "select_tree", "swiglu", "token_log_probs", "transformer_blocks", "tree_attention",
     "tree_from_mask", "tree_links", "tree_mask", "verify_chain", "verify_greedy", "verify_logits", "verify_tree",
     "AcceptGaussianResult", "CoupleTokensResult", "DecoderLayer", "DenoiseTokensResult",
@@ -73,6 +75,6 @@ __all__ = [
     "StatusError", "TokenLogProbsResult", "TransformerBlock", "TreeLinksResult", "VerifyChainResult",
     "VerifyGreedyResult", "VerifyResult",
     "backends", "check_status", "gumbel_noise", "ops", "pack_blocks", "pack_denoiser", "pack_layers", "pack_weight",
-    "philox_uniforms", "philox_words", "tree_from_choices", "tree_from_paths", "tree_paths",
+    "philox_words", "tree_from_choices", "tree_from_paths", "tree_paths",
     "EMPTY_RESIDUAL", "INVALID_DRAFT", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE", "OUT_OF_TRIES",
 ]

@@ -14,8 +14,8 @@ ordinary path Python chooses nothing. _libraries.py loads the compiled kernels, 
 _vmap.py says what torch.func.vmap does.
 
 Most ops report on each row or request in `status` (int32), by the bits of status.py. These do not:
-codebook_neighbors, commit_kv, commit_tokens, rms_norm, rotate_into_cache, swiglu, tree_attention, tree_from_mask,
-tree_from_paths, tree_mask, tree_paths, and those of whole layers.
+codebook_neighbors, commit_kv, commit_tokens, philox_uniforms, rms_norm, rotate_into_cache, swiglu, tree_attention,
+tree_from_mask, tree_from_paths, tree_mask, tree_paths, and those of whole layers.
 
 An op that writes to arguments says so in its schema: Tensor(a!) and Tensor(a!)[]. Its meta and its outputs do not name
 them. Then torch.compile, fake tensors and the version counters of written tensors work as for torch's own operations.

@@ -1,4 +1,4 @@
-"""Random numbers that a request's seed alone decides: Philox4x32-10 (Salmon et al., SC 2011), and Gumbel noise from it.
+"""Random words that a request's seed alone decides: Philox4x32-10 (Salmon et al., SC 2011), and Gumbel noise from them.
 
 These are plain torch. The kernels make equal words inside, by csrc/shared/noise.h and triton/_noise.py.
 """
@@ -51,40 +51,6 @@ def philox_words(seeds: Seeds, positions: Tensor, n: int, stream: int, turn: int
                    ((left >> 32) & WORD) ^ counter[3] ^ key[1], left & WORD]
         key = [(key[0] + 0x9E3779B9) & WORD, (key[1] + 0xBB67AE85) & WORD]
     return torch.stack(counter, -1).flatten(2)[..., :n]
-
-
-def philox_uniforms(seeds: Seeds, positions: Tensor | int, n: int, *, stream: int, turn: int = 0) -> Tensor:
-    """Uniforms in [0, 1) that a request's seed decides, whatever the batch. Ops take them as `uniforms`.
-
-    A uniform is the upper 24 bits of a word of `philox_words`, as a fraction. The draws of `draw_tokens` and of other
-    ops that take seeds have the stream 9; use another one here.
-
-    Args:
-        seeds:     (B,) int32 or int64, or integers   one per request; equal seeds give equal numbers in any batch
-        positions: (B, L) int32 or int64   the low 32 bits count; or a number L: 0 to L - 1 in every request
-        n:         how many for each position; the first of them do not depend on how many there are
-        stream:    what the numbers are for, at least 0
-        turn:      each turn has numbers of its own; at least 0
-
-    Returns:
-        uniforms:  (B, L, n) float32 on the seeds' device, multiples of 2**-24
-
-    Raises:
-        ValueError: a dtype, shape or device differs from the above, or a number is negative
-
-    Examples:
-        >>> import torch
-        >>> from specvis_kernels import philox_uniforms
-        >>> seeds, length = torch.tensor([7, 8]), torch.tensor([[16], [40]])  # two requests, and how far they are
-        >>> uniforms = philox_uniforms(seeds, length, 60, stream=0)[:, 0]     # (B, N), for a tree of 60 nodes
-        >>> torch.equal(uniforms[1:], philox_uniforms(seeds[1:], length[1:], 60, stream=0)[:, 0])
-        True
-    """
-    if not isinstance(positions, Tensor):
-        length = check_count("positions", positions, 0)
-        seeds = check_seeds(seeds)
-        positions = torch.arange(length, device=seeds.device).expand(len(seeds), length)
-    return (philox_words(seeds, positions, n, stream, turn) >> 8).float() * 2.0 ** -24
 
 
 def gumbel_noise(seeds: Seeds, positions: Tensor, n: int) -> Tensor:

@@ -139,6 +139,19 @@ Tensors<3> neighborhood_sum(const Tensor& probs, const Tensor& tokens, const Ten
   return {relaxed_mass, num_neighbors, status};
 }
 
+Tensor philox_uniforms(const Tensor& seeds, const Tensor& positions, int64_t n, int64_t stream, int64_t turn) {
+  Arguments a("philox_uniforms", "");
+  PhiloxUniforms batch = {};
+  a.read("seeds", seeds, "B", &batch.seeds);
+  a.read("positions", positions, "BL", &batch.positions);
+  a.size("n", n, 'N');
+  a.sizes("BL", batch.B, batch.L);
+  batch.n = n, batch.stream = static_cast<uint32_t>(stream), batch.turn = static_cast<uint32_t>(turn);
+  Tensor uniforms = a.make({batch.B, batch.L, n}, &batch.uniforms);
+  RUN(philox_uniforms, a, batch);
+  return uniforms;
+}
+
 Tensors<2> sample_residual(const Tensor& target_probs, const MaybeTensor& draft_probs, const Tensor& uniforms,
                            const MaybeTensor& omega) {
   Arguments a("sample_residual", "V");
@@ -182,6 +195,7 @@ STABLE_TORCH_LIBRARY_IMPL(SPECVIS_NAMESPACE, DEVICE, m) {
   OP(expand_tree);
   OP(guided_probs);
   OP(neighborhood_sum);
+  OP(philox_uniforms);
   OP(sample_residual);
   OP(token_log_probs);
 }

@@ -1,4 +1,4 @@
-// Gumbel noise that a seed, a position and an id decide, with the bits of specvis_kernels/noise.py.
+// Random words and Gumbel noise that a seed, a position and an id decide, with the bits of specvis_kernels/noise.py.
 #pragma once
 #include <cstdint>
 
@@ -16,6 +16,9 @@ HOST_DEVICE inline void philox_round(uint32_t (&counter)[4], uint32_t key0, uint
   counter[2] = static_cast<uint32_t>(left >> 32) ^ counter[3] ^ key1;
   counter[3] = static_cast<uint32_t>(left);
 }
+
+// A word of 32 bits -> uniform in [0, 1).
+HOST_DEVICE inline float to_uniform(uint32_t word) { return static_cast<float>(word >> 8) * 0x1p-24f; }
 
 // A word of 32 bits -> standard Gumbel noise.
 HOST_DEVICE inline float to_gumbel(uint32_t word) {
@@ -40,8 +43,9 @@ struct Noise {
   }
 
   // The words of the ids 4 block to 4 block + 3: Philox4x32-10 (Salmon et al., SC 2011).
-  HOST_DEVICE void words(uint32_t block, uint32_t (&words)[4]) const {
-    words[0] = block, words[1] = position, words[2] = kGumbelStream, words[3] = 0;
+  HOST_DEVICE void words(uint32_t block, uint32_t (&words)[4], uint32_t stream = kGumbelStream,
+                         uint32_t turn = 0) const {
+    words[0] = block, words[1] = position, words[2] = stream, words[3] = turn;
     uint32_t key0 = key[0], key1 = key[1];
 #ifdef __CUDA_ARCH__
 #pragma unroll 5  // all ten at once would keep twenty keys in registers

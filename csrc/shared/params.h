@@ -315,6 +315,14 @@ struct AcceptGaussian {
 };
 KERNEL(accept_gaussian, AcceptGaussian);
 
+struct PhiloxUniforms {
+  int64_t B, L, n;
+  uint32_t stream, turn;
+  const int64_t *seeds, *positions;  // (B), (B, L)
+  float* uniforms;                   // (B, L, n)
+};
+KERNEL(philox_uniforms, PhiloxUniforms);
+
 struct ResampleGaussian {
   int64_t B, G, C, M;
   const float* tokens;                    // (B, G, C)

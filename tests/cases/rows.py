@@ -70,6 +70,13 @@ def draw_tokens(B, N, V, dtype=torch.float32, uncond=True, settings=None, ranges
     return (*args, seeds, positions), kwargs | {"ahead": ahead}
 
 
+CASES["philox_uniforms"] = [(1, 1, 1), (2, 3, 9), (3, 1, 0), (2, 2, 300)]
+
+
+def philox_uniforms(B, L, n):
+    return (*noise_keys(B, L, n), n), {"stream": 2**32 - 1 - n, "turn": n}
+
+
 # token_log_probs: the logits of guided_probs. With K, tokens of any rows, some of which are none or do not exist.
 CASES["token_log_probs"] = [
     (1, 1, 2),

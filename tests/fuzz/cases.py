@@ -426,6 +426,11 @@ def verify_chain(d):
     return named | {"target_probs": d.rows(D + B * ("bonus_tokens" not in named), V)}
 
 
+def philox_uniforms(d):
+    B, L = d.batch(), d.nodes()
+    return d.seeds(B, L) | {"n": d.pick(0, 1, 5, 130), "stream": d.pick(0, 9, 2**40), "turn": d.pick(0, 1, 2**33 + 1)}
+
+
 def codebook_neighbors(d):
     V, D = d.pick(2, 3, 9, 40, 150), d.pick(1, 2, 5)
     codebook = d.normal(V, D) * d.pick(1, 1e-20, 1e20)
@@ -445,7 +450,7 @@ def rows_of(op, named):
     first = {"commit_kv": "accepted_nodes", "verify_chain": "uniforms"}.get(op)
     tensor = named[first or next(name for name, a in named.items() if isinstance(a, torch.Tensor) and name in (
         "logits", "target_probs", "draft_probs", "probs", "parents", "mask", "ancestors", "tokens", "codebook",
-        "target_tokens", "x", "noise", "gate", "qkv"))]
+        "target_tokens", "x", "noise", "gate", "qkv", "positions"))]
     return tensor.shape[:COUNTED.get(op, 2)].numel()
 
 

@@ -101,6 +101,7 @@ CHANGING = {
     "draw_children": [[(B, F, V, K, noise) for B in BATCHES for F, K in LEVELS] for noise in (False, True)],
     "draw_tokens": [[(B, W, V, torch.float32, True, None, "each", ahead) for B in BATCHES for W in WINDOWS]
                     for ahead in (0, 24)],
+    "philox_uniforms": [[(B, 1, n) for B in BATCHES for n in (2, 34, 60)]],
     "expand_tree": [[(B, F, V, K) for B in BATCHES for F, K in LEVELS]],
     "guided_probs": [[(B, N, V, torch.bfloat16, True, None, ranges) for B in BATCHES for N in (1, 6, 16, 60)]
                      for ranges in ("all", "each")],
