@@ -181,18 +181,6 @@ class Method(Recipe):
         return not a.k and all(omega <= 1 if a.residual == "optimal" else omega == 1 for omega in self.omegas)
 
     @property
-    def tv_bound(self) -> float | None:
-        """How far one accept test can move the target's distribution, in total variation; None: not known."""
-        a, omegas = self.acceptance, self.omegas
-        if self.lossless or self.is_baseline:
-            return 0.0
-        if not a.k:
-            return 1 - 1 / max(omegas) if a.residual == "optimal" else None
-        if a.metric == "rank" or set(omegas) != {1.0} or a.residual == "released":
-            return None
-        return {"tvd": a.delta, "ratio": a.delta / (1 + a.delta)}.get(a.cutoff)
-
-    @property
     def family(self) -> tuple:
         """What methods must have in common to share a forward. The rest may differ from request to request."""
         return self.drafting, *(getattr(part, field.name) for part in (self.drafts, self.acceptance)
