@@ -288,8 +288,8 @@ def test_every_op_forced_to_the_oracle_gives_the_same_tokens(tiny, monkeypatch, 
               if getattr(module, op, None) is getattr(specvis_kernels, op)]
     assert {op for _, op in forced} == {
         "accept_gaussian", "commit_tokens", "couple_tokens", "draft_children", "draft_frontier", "draw_tokens",
-        "guided_probs", "resample_gaussian", "sample_residual", "select_tree", "token_log_probs", "tree_links",
-        "verify_logits"}
+        "guided_probs", "philox_uniforms", "resample_gaussian", "sample_residual", "select_tree", "token_log_probs",
+        "tree_links", "verify_logits"}
     assert [module.__name__ for module, op in forced if op == "tree_links"] == [
         f"specvis.decoding.{name}" for name in ("draft_tree", "jacobi", "trees")]
     for module, op in forced:
