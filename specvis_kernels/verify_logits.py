@@ -1,4 +1,4 @@
-"""verify_logits: verify_tree, or verification by equality, from a model's logits; it reads only rows on the path."""
+"""verify_logits: verify_tree, or verification by equality, from a model's logits."""
 import torch
 from torch import Tensor
 
@@ -24,8 +24,8 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
     """Accept drafted tokens along one path of each request's tree, straight from the logits of the tree's nodes.
 
     With `uniforms` this is `guided_probs` of all rows, and then `verify_tree` on them with greedy = (temperature is
-    0), bit for bit. But a row is read only if verification reaches its node: num_accepted + 1 rows of N, unless the
-    request is greedy. The content of the other rows does not matter.
+    0), bit for bit. The content of rows that verification does not reach does not matter. On a CPU they are not read;
+    on a GPU all rows are filtered first, in scratch memory of at most 256 MB or one request's probabilities.
 
     One rule is added, for rows with a range of ids. A token outside the range of its parent node keeps no neighbors:
     it has no relaxed mass, and is never accepted. So where a range forces a token, no other token can take its place.

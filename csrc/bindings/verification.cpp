@@ -153,6 +153,7 @@ Verified verify_tree(const Tensor& target_probs, const Tensor& tokens, const Ten
   read_neighbors(a, batch, neighbors, delta, cutoff, offset, residual);
   batch.empty = empty_of(a, empty);
   Verified results = read_tree(a, batch, tokens, first_child, next_sibling, draft_probs, draft_row, omega, max_depth);
+  batch.ids.last_id = batch.V;
   RUN_WITH_SCRATCH(verify_tree, a, batch);
   return results;
 }

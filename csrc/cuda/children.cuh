@@ -1,5 +1,5 @@
-// How K children are drawn from a row of probabilities without replacement, for draw_children and draft_children. Only
-// the children are stored, and 0 where no child exists.
+// How K children are drawn from a row of probabilities without replacement, or the likeliest are found. Only the
+// children are stored, and 0 where no child exists.
 #pragma once
 #include "../shared/noise.h"
 #include "best_of.cuh"
@@ -259,6 +259,18 @@ __device__ inline Children draw_by_noise(Team& team, const float* probs, int64_t
   }
   if (team.rank() == 0) clear_tokens(n, K, tokens);
   return {n, n > 0};
+}
+
+// The most probable tokens of a row, which has no mass if it is not valid. A cluster must end with a barrier.
+__device__ inline void find_likeliest(Team& team, const float* probs, int64_t V, int64_t K, int64_t* tokens) {
+  if (team.rank() == 0) clear_tokens(0, K, tokens);
+  const ThreadRow<false> row(probs, V, team.thread(), team.threads());
+  const auto for_each = [&](auto f) { row.for_each(f); };
+  float largest = 0;
+  for_each([&](int64_t, float p) { largest = p > largest ? p : largest; });
+  BestOf best(team);
+  best.find_bound(order_of(largest, 0), K);
+  best.rank(for_each, for_each, 0, [=](unsigned rank, int64_t id, float) { tokens[rank] = id; });
 }
 
 }  // namespace

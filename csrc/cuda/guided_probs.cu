@@ -8,12 +8,12 @@ template <class Entries>
 __global__ void __launch_bounds__(kMaxRowThreads) guided_probs_kernel(GuidedProbs batch, int64_t capacity) {
   Team team;
   DYNAMIC_SHARED(RowShared, shared);
-  GuidedRow<Entries> row(team, shared, capacity, batch.rows, blockIdx.x / team.size());
+  GuidedRow<Entries> row(team, shared, capacity, batch.rows, batch.first_row + blockIdx.x / team.size());
   if (row.valid()) row.to_probs();
   const int64_t r =
       __shfl_sync(kAllLanes, blockIdx.x, 0) / team.size();  // a shuffle makes the compiler find it again, not keep it
   row.write(batch.probs + r * batch.rows.V, batch.rows.V);
-  if (team.thread() == 0) batch.status[r] = row.valid() ? 0 : kInvalidRow;
+  if (team.thread() == 0 && batch.status) batch.status[r] = row.valid() ? 0 : kInvalidRow;
   team.end();
 }
 

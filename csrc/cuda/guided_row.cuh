@@ -102,14 +102,15 @@ class GuidedRow {
 #pragma unroll 1
     for (int v = packs_.last + static_cast<int>(team_.thread()); v < all; v += threads) probs[v] = 0;
     const bool is_aligned = reinterpret_cast<uintptr_t>(probs + packs_.base) % 16 == 0;
-    write(is_aligned, [=](int id) { return probs + id; });
-  }
-
-  // Writes the probabilities of the row's range after to_probs(), each to at(id). The places of 32 ids from a multiple
-  // of 32 on follow each other, and the first of them can be divided by 16 bytes.
-  template <class At>
-  __device__ void write_to(const At& at) const {
-    write(packs_.base % kWide == 0, at);
+    entries_.for_each_pack(packs_, [&](int first, const float (&x)[kWide]) {
+      if (is_aligned && first >= packs_.first && first + kWide <= packs_.last) {
+        *reinterpret_cast<float4*>(probs + first) = {prob(x[0]), prob(x[1]), prob(x[2]), prob(x[3])};
+        return;
+      }
+#pragma unroll
+      for (int j = 0; j < kWide; ++j)
+        if (packs_.has(first + j)) probs[first + j] = prob(x[j]);
+    });
   }
 
   // Before to_probs(): calls f(x) for the thread's own logits, and for some of -inf.
@@ -149,20 +150,6 @@ class GuidedRow {
     entries_.for_each_in_turn(packs_, [&](int, const float (&x)[kWide]) {
 #pragma unroll
       for (int j = 0; j < kWide; ++j) f(x[j]);
-    });
-  }
-
-  // If `is_aligned`, a pack's places follow each other, from a multiple of 16 bytes on.
-  template <class At>
-  __device__ void write(bool is_aligned, const At& at) const {
-    entries_.for_each_pack(packs_, [&](int first, const float (&x)[kWide]) {
-      if (is_aligned && first >= packs_.first && first + kWide <= packs_.last) {
-        *reinterpret_cast<float4*>(at(first)) = {prob(x[0]), prob(x[1]), prob(x[2]), prob(x[3])};
-        return;
-      }
-#pragma unroll
-      for (int j = 0; j < kWide; ++j)
-        if (packs_.has(first + j)) *at(first + j) = prob(x[j]);
     });
   }
 

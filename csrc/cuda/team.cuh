@@ -1,7 +1,6 @@
 // The threads that share a row: the threads of a block, or of all blocks of a cluster where the GPU has clusters (sm_90
 // and later). All of them call a method of their team together, and each gets the result. Blocks write to their own
-// shared memory and read the others': then the barrier between the two is a cheap one. (verify_logits writes to the
-// others', before a sync().)
+// shared memory and read the others': then the barrier between the two is a cheap one.
 #pragma once
 #include <algorithm>
 #include <map>

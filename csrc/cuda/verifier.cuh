@@ -4,12 +4,6 @@
 // row itself, plus a bit for each id that has lost its mass or a part of it. For draft rows it is a full row of masses,
 // split over the blocks of the team, because a rejection changes every entry. One warp of each block decides about a
 // child, and all blocks repeat this. Where no neighbor is looked at, that warp tries all children of a node by itself.
-//
-// Rows is a class with the target's rows of one request. It has
-//     read(node, f)     makes that row the current one; calls f(v, p) for every id of this warp; false: it is invalid
-//     reread(f)         calls f(v, p) for the current row again; a warp's lanes take ids that follow each other
-//     (v)               the probability of an id in the current row
-//     allows(v)         whether an id is in the row's range; outside of it a token has no neighbors
 #pragma once
 #include "kept_neighbors.cuh"
 #include "verify_state.cuh"
@@ -19,13 +13,13 @@ namespace {
 
 // One request. Links is Tree, or a class with the same members. Every thread has the same object and calls its methods
 // together with the others.
-template <bool kHasDrafts, class Rows, class Links>
+template <bool kHasDrafts, class Links>
 class Verifier {
  public:
-  __device__ Verifier(const VerifyParams& batch, int64_t b, Rows& rows, const Links& links, Team& team, Node* nodes,
+  __device__ Verifier(const VerifyParams& batch, int64_t b, const Links& links, Team& team, Node* nodes,
                       const Layout& layout, char* shared, char* scratch)
-      : batch_(batch), b_(b), V_(static_cast<uint32_t>(batch.V)), rows_(rows), links_(links), team_(team),
-        nodes_(nodes), bits_(reinterpret_cast<unsigned*>((layout.bits.shared ? shared : scratch) + layout.bits.offset)),
+      : batch_(batch), b_(b), V_(static_cast<uint32_t>(batch.V)), links_(links), team_(team), nodes_(nodes),
+        bits_(reinterpret_cast<unsigned*>((layout.bits.shared ? shared : scratch) + layout.bits.offset)),
         masses_(shared, scratch, layout, layout.masses, team), draft_(shared, scratch, layout, layout.draft, team),
         share_(layout.share) {
     begin_ = min((team.rank() * warps() + warp()) * share_, V_);
@@ -119,9 +113,15 @@ class Verifier {
         best = entry > best ? entry : best;
       }
     };
-    // (nvcc takes `entries_valid &= read(..)` for one read before the call, and drops what the call changes.)
-    const bool row_valid = rows_.read(node, is_dense, begin_, end_, use);
-    const Total total = sum_of_team(sum, entries_valid && row_valid);
+    node_ = node;
+    row_ = links_.target_probs() + node * batch_.V;
+    if (is_dense) {
+      for_each_in_stride(row_, begin_, end_, use);
+    } else {
+      for_each_entry(row_ + begin_, end_ - begin_, lane(), kWarp,
+                     [&](int64_t i, float p) { use(begin_ + static_cast<uint32_t>(i), p); });
+    }
+    const Total total = sum_of_team(sum, entries_valid);
     state_.total = total.mass;
     state_.first = state_.next = -1;
     state_.num_rejected = 0;
@@ -132,7 +132,7 @@ class Verifier {
 
   // An entry of the row, or of the distribution in its place.
   __device__ int64_t row_mass(uint32_t v) const {
-    return state_.is_uniform ? uniform_mass(V_) : to_fixed_point(rows_(v));
+    return state_.is_uniform ? uniform_mass(V_) : to_fixed_point(row_[v]);
   }
   // An entry of the residual where children were point masses.
   __device__ int64_t mass(uint32_t v) const {
@@ -164,7 +164,7 @@ class Verifier {
     });
   }
   __device__ bool considers_neighbors(uint32_t x) const {
-    return num_considered_ > 0 && delta_ >= 0 && batch_.neighbors.has(x) && rows_.allows(x);
+    return num_considered_ > 0 && delta_ >= 0 && batch_.neighbors.has(x) && links_.allows(node_, x);
   }
 
   // Called by the lanes of one warp, the decider.
@@ -388,7 +388,7 @@ class Verifier {
       sum += mass;
     };
     if (batch_.empty == Empty::target) {
-      rows_.reread(begin_, end_, [&](uint32_t v, float p) { put(v, to_fixed_point(p)); });
+      for_each_in_stride(row_, begin_, end_, [&](uint32_t v, float p) { put(v, to_fixed_point(p)); });
     } else {
       for (uint32_t v = begin_ + lane(); v < end_; v += kWarp) put(v, uniform_mass(V_));
     }
@@ -489,7 +489,6 @@ class Verifier {
   const VerifyParams& batch_;
   int64_t b_;
   uint32_t V_;
-  Rows& rows_;
   const Links& links_;
   Team& team_;
   Block block_;
@@ -502,6 +501,8 @@ class Verifier {
   float delta_;
   double slack_ = 0;         // for the node's children
   int64_t draft_total_ = 0;  // the mass that remains of the draft's row
+  int32_t node_ = 0;
+  const float* row_ = nullptr;  // the target's, of this node
   State state_ = {};
 };
 

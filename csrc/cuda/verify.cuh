@@ -5,8 +5,8 @@
 namespace specvis {
 namespace {
 
-template <bool kHasDrafts, class Rows, class Links>
-__device__ void Verifier<kHasDrafts, Rows, Links>::verify_sampled() {
+template <bool kHasDrafts, class Links>
+__device__ void Verifier<kHasDrafts, Links>::verify_sampled() {
   const bool is_undefined = this->is_undefined();
   if (is_undefined) state_.status |= kInvalidRule;
   int64_t next_token = 0;
@@ -58,8 +58,8 @@ __device__ void Verifier<kHasDrafts, Rows, Links>::verify_sampled() {
 
 // A greedy request: the nodes in order. Each accepted node verifies the chain of its children. At last the row at the
 // end of the path is read.
-template <bool kHasDrafts, class Rows, class Links>
-__device__ void Verifier<kHasDrafts, Rows, Links>::verify_greedy() {
+template <bool kHasDrafts, class Links>
+__device__ void Verifier<kHasDrafts, Links>::verify_greedy() {
   const int64_t N = links_.num_nodes(), max_depth = links_.max_depth();
   int64_t next_token = 0;
   int32_t best = 0;
@@ -96,8 +96,8 @@ __device__ void Verifier<kHasDrafts, Rows, Links>::verify_greedy() {
 
 // Verifies request b and writes its outputs. The block's nodes are at `nodes`, or if that is null where the layout
 // says; node_at(n) is the n-th node.
-template <bool kHasDrafts, class Rows, class Links, class NodeAt>
-__device__ void verify(Team& team, const VerifyParams& batch, int64_t b, Rows& rows, const Links& links, NodeAt node_at,
+template <bool kHasDrafts, class Links, class NodeAt>
+__device__ void verify(Team& team, const VerifyParams& batch, int64_t b, const Links& links, NodeAt node_at,
                        bool greedy, const Layout& layout, char* shared, Node* nodes = nullptr) {
   char* const scratch = batch.scratch + blockIdx.x * layout.scratch;
   if (layout.scratch > 0) team.exchange_all_memory();  // the blocks' masses may be there
@@ -107,7 +107,7 @@ __device__ void verify(Team& team, const VerifyParams& batch, int64_t b, Rows& r
     for (int64_t d = threadIdx.x; d < links.max_depth(); d += blockDim.x) links.accepted_nodes()[d] = -1;
   }
   __syncthreads();
-  Verifier<kHasDrafts, Rows, Links> verifier(batch, b, rows, links, team, nodes, layout, shared, scratch);
+  Verifier<kHasDrafts, Links> verifier(batch, b, links, team, nodes, layout, shared, scratch);
   if (greedy) {
     verifier.verify_greedy();
   } else {
@@ -115,50 +115,6 @@ __device__ void verify(Team& team, const VerifyParams& batch, int64_t b, Rows& r
   }
   team.end();
 }
-
-// Verifies request b of a batch of trees and writes its outputs.
-template <bool kHasDrafts, class Rows>
-__device__ void verify(Team& team, const VerifyParams& batch, int64_t b, Rows& rows, bool greedy, const Layout& layout,
-                       char* shared) {
-  const auto node_at = [&](int64_t n) {
-    const int64_t i = b * batch.N + n;
-    return Node{batch.tokens[i],
-                batch.first_child[i],
-                batch.next_sibling[i],
-                batch.draft_row ? batch.draft_row[i] : -1,
-                batch.uniforms[i],
-                n == 0 ? 0 : -1,
-                0,
-                0,
-                {}};
-  };
-  verify<kHasDrafts>(team, batch, b, rows, Tree{batch, b}, node_at, greedy, layout, shared);
-}
-
-// Rows of probabilities in memory.
-struct ProbRows {
-  const float* probs;
-  int64_t V;
-  const float* row = nullptr;  // the current one
-
-  template <class F>
-  __device__ bool read(int32_t node, bool in_stride, uint32_t begin, uint32_t end, F f) {
-    row = probs + node * V;
-    if (in_stride) {
-      reread(begin, end, f);
-    } else {
-      for_each_entry(row + begin, end - begin, lane(), kWarp,
-                     [&](int64_t i, float p) { f(begin + static_cast<uint32_t>(i), p); });
-    }
-    return true;
-  }
-  template <class F>
-  __device__ void reread(uint32_t begin, uint32_t end, F f) const {
-    for_each_in_stride(row, begin, end, f);
-  }
-  __device__ float operator()(uint32_t v) const { return row[v]; }
-  __device__ bool allows(uint32_t) const { return true; }
-};
 
 }  // namespace
 }  // namespace specvis

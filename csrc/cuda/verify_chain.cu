@@ -17,6 +17,8 @@ struct Chain {
   __device__ int64_t num_nodes() const { return num_drafts + 1; }
   __device__ int64_t max_depth() const { return num_drafts; }
   __device__ int64_t num_draft_rows() const { return num_drafts; }
+  __device__ const float* target_probs() const { return batch.target_probs + (bonus ? first : first + b) * batch.V; }
+  __device__ bool allows(int32_t, uint32_t) const { return true; }
   __device__ const float* draft_probs() const { return batch.draft_probs + first * batch.V; }
   __device__ double omega(int64_t) const { return batch.omega ? batch.omega[b] : 1.0; }
   __device__ int32_t* accepted_nodes() const { return nullptr; }
@@ -112,7 +114,6 @@ __global__ void __launch_bounds__(kVerifyThreads) verify_chain_kernel(VerifyChai
   }
   const int64_t first = b > 0 ? batch.ends[b - 1] : 0, num_drafts = batch.ends[b] - first;
   const int64_t* const bonus = batch.bonus_tokens ? batch.bonus_tokens + b : nullptr;
-  ProbRows rows = {batch.target_probs + (bonus ? first : first + b) * batch.V, batch.V};
   const auto node_at = [&](int64_t n) {
     const int32_t node = static_cast<int32_t>(n);
     return Node{n > 0 ? batch.draft_tokens[first + n - 1] : 0,
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(kVerifyThreads) verify_chain_kernel(VerifyChai
   };
   Node* const nodes = reinterpret_cast<Node*>(batch.scratch + layout.scratch_of(batch.B)) +
                       team.rank() * (batch.D + batch.B) + first + b;
-  verify<kHasDrafts>(team, batch, b, rows, Chain{batch, b, first, num_drafts, bonus}, node_at,
+  verify<kHasDrafts>(team, batch, b, Chain{batch, b, first, num_drafts, bonus}, node_at,
                      batch.greedy && batch.greedy[b], layout, shared, nodes);
 }
 

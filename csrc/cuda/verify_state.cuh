@@ -30,25 +30,19 @@ struct Layout {
     bool shared;
     int64_t offset;  // bytes
   };
-  Region nodes, bits, row, masses, draft;
-  int64_t shared, scratch = 0;  // bytes of each in all
+  Region nodes, bits, masses, draft;
+  int64_t shared = 0, scratch = 0;  // bytes of each in all
   uint32_t share;
   unsigned cluster, threads;
 
-  // Of rows of probabilities in memory.
   Layout(const VerifyParams& batch, const Device& device)
-      : Layout(batch, batch.draft_probs || batch.V > kWideRow ? cluster_for(device, batch.B) : 1,
-               threads_for(batch.V, kVerifyThreads), device.shared, 0, false) {}
-
-  // `taken` bytes at the front of shared memory hold something else. copies_rows: rows are no probabilities in memory.
-  Layout(const VerifyParams& batch, unsigned cluster, unsigned threads, int64_t most_shared, int64_t taken,
-         bool copies_rows)
-      : shared(taken), cluster(cluster), threads(threads) {
+      : cluster(batch.draft_probs || batch.V > kWideRow ? cluster_for(device, batch.B) : 1),
+        threads(threads_for(batch.V, kVerifyThreads)) {
     const int64_t warps = threads / kWarp, words = (batch.V + kWarp - 1) / kWarp;
     share = static_cast<uint32_t>((words + warps * cluster - 1) / (warps * cluster) * kWarp);
     const auto reserve = [&](int64_t bytes) {
       bytes = (bytes + 15) / 16 * 16;
-      const bool fits = shared + bytes <= most_shared;
+      const bool fits = shared + bytes <= device.shared;
       int64_t& end = fits ? shared : scratch;
       end += bytes;
       return Region{fits, end - bytes};
@@ -56,7 +50,6 @@ struct Layout {
     const int64_t ids = warps * share;
     nodes = reserve(batch.N * sizeof(Node));
     bits = reserve(words * sizeof(unsigned));
-    row = reserve(copies_rows ? ids * sizeof(float) : 0);
     masses = reserve(batch.draft_probs ? ids * sizeof(double) : 0);
     draft = reserve(batch.draft_probs ? ids * sizeof(float) : 0);
   }
@@ -88,20 +81,6 @@ class Slices {
   const Layout& layout_;
   bool shared_;
   const Team& team_;
-};
-
-// A request's slices of a batch of trees: of N nodes, with num_draft_rows rows of the draft.
-struct Tree {
-  static constexpr bool kHasBonus = false;
-  const VerifyParams& batch;
-  int64_t b;
-
-  __device__ int64_t num_nodes() const { return batch.N; }
-  __device__ int64_t max_depth() const { return batch.max_depth; }
-  __device__ int64_t num_draft_rows() const { return batch.num_draft_rows; }
-  __device__ const float* draft_probs() const { return batch.draft_probs + b * batch.num_draft_rows * batch.V; }
-  __device__ double omega(int64_t depth) const { return batch.omega ? batch.omega[b * batch.max_depth + depth] : 1.0; }
-  __device__ int32_t* accepted_nodes() const { return batch.accepted_nodes + b * batch.max_depth; }
 };
 
 // Writes the outputs of request b, apart from accepted_nodes and next_token.

@@ -4,13 +4,47 @@
 namespace specvis {
 namespace {
 
+// A request's slices of a batch of trees: of N nodes, with num_draft_rows rows of the draft.
+struct Tree {
+  static constexpr bool kHasBonus = false;
+  const VerifyTree& batch;
+  int64_t b;
+
+  __device__ int64_t num_nodes() const { return batch.N; }
+  __device__ int64_t max_depth() const { return batch.max_depth; }
+  __device__ int64_t num_draft_rows() const { return batch.num_draft_rows; }
+  __device__ const float* target_probs() const {
+    return batch.target_probs + (b - batch.first_request) * batch.N * batch.V;
+  }
+  // Whether an id is one of the node's row.
+  __device__ bool allows(int32_t node, uint32_t id) const {
+    const int64_t r = b * batch.N + node;
+    return id >= batch.ids.first(r) && id < batch.ids.last(r);
+  }
+  __device__ const float* draft_probs() const { return batch.draft_probs + b * batch.num_draft_rows * batch.V; }
+  __device__ double omega(int64_t depth) const { return batch.omega ? batch.omega[b * batch.max_depth + depth] : 1.0; }
+  __device__ int32_t* accepted_nodes() const { return batch.accepted_nodes + b * batch.max_depth; }
+};
+
 template <bool kHasDrafts>
 __global__ void __launch_bounds__(kVerifyThreads) verify_tree_kernel(VerifyTree batch, Layout layout) {
   Team team;
   DYNAMIC_SHARED(char, shared);
-  const int64_t b = blockIdx.x / team.size();
-  ProbRows rows = {batch.target_probs + b * batch.N * batch.V, batch.V};
-  verify<kHasDrafts>(team, batch, b, rows, batch.greedy && batch.greedy[b], layout, shared);
+  const int64_t b = batch.first_request + blockIdx.x / team.size();
+  const auto node_at = [&](int64_t n) {
+    const int64_t i = b * batch.N + n;
+    return Node{batch.tokens[i],
+                batch.first_child[i],
+                batch.next_sibling[i],
+                batch.draft_row ? batch.draft_row[i] : -1,
+                batch.uniforms[i],
+                n == 0 ? 0 : -1,
+                0,
+                0,
+                {}};
+  };
+  const bool is_greedy = batch.temperature ? batch.temperature[b] == 0 : batch.greedy && batch.greedy[b];
+  verify<kHasDrafts>(team, batch, b, Tree{batch, b}, node_at, is_greedy, layout, shared);
 }
 
 using Kernel = void(VerifyTree, Layout);

@@ -21,21 +21,24 @@ enum class FloatType { float32, float16, bfloat16 };
 // The number by which a model masks an id: the least finite one of the type. A float32 may have been a bfloat16.
 HOST_DEVICE inline float mask_of(FloatType type) { return type == FloatType::float16 ? -65504.f : -0x1.fep+127f; }
 
-// Rows of logits, and how each request turns its rows into probabilities. The ids of a row are given by id_range, or
-// without it by [first_id, last_id).
-struct LogitRows {
+// The ids of each row: given by id_range, or without it [first_id, last_id).
+struct RowIds {
+  const int64_t* id_range;    // (B, N, 2) or null
+  int64_t first_id, last_id;  // the ids of every row; with id_range, all ids
+
+  HOST_DEVICE int64_t first(int64_t row) const { return id_range ? id_range[2 * row] : first_id; }
+  HOST_DEVICE int64_t last(int64_t row) const { return id_range ? id_range[2 * row + 1] : last_id; }
+};
+
+// Rows of logits, and how each request turns its rows into probabilities.
+struct LogitRows : RowIds {
   int64_t B, N, V;
   FloatType type;
   const void *logits, *uncond;          // (B, N, V); uncond may be null
   const float *guidance, *temperature;  // (B)
   const int32_t* top_k;                 // (B)
   const float* top_p;                   // (B)
-  const int64_t* id_range;              // (B, N, 2) or null
-  int64_t first_id, last_id;            // the ids of every row; with id_range, all ids
   bool top_p_first;                     // top_p is a share of the mass of all ids, not of those that top-k keeps
-
-  HOST_DEVICE int64_t first(int64_t row) const { return id_range ? id_range[2 * row] : first_id; }
-  HOST_DEVICE int64_t last(int64_t row) const { return id_range ? id_range[2 * row + 1] : last_id; }
 };
 
 constexpr int64_t kCachesALaunch = 256;  // a kernel's parameters may have 4 KB
@@ -110,8 +113,9 @@ struct DrawChildren {
   const int64_t* seeds;      // (B) or null
   const int64_t* positions;  // (R) or null
   int64_t* tokens;           // (R, K)
-  int32_t* num_children;     // (R)
+  int32_t* num_children;     // (R); null in draft_children, and so is status
   int32_t* status;           // (R)
+  const float* temperature;  // CUDA's, for draft_children: (B); where it is 0, the likeliest tokens are the children
 };
 KERNEL(draw_children, DrawChildren);
 
@@ -142,8 +146,9 @@ KERNEL(expand_tree, ExpandTree);
 
 struct GuidedProbs {
   LogitRows rows;
-  float* probs;     // (B, N, V)
-  int32_t* status;  // (B, N)
+  float* probs;       // (B, N, V)
+  int32_t* status;    // (B, N); null in verify_logits
+  int64_t first_row;  // CUDA's, for verify_logits: how many rows come before these B N, in `rows` and in no result
 };
 KERNEL(guided_probs, GuidedProbs);
 
@@ -234,6 +239,8 @@ struct VerifyGreedy {
   int32_t* num_accepted;         // (B)
   int64_t* next_token;           // (B)
   int32_t* status;               // (B)
+  const int32_t* row_status;     // CUDA's, for verify_logits: (B, N); a row with a status ends the path
+  float* tv_excess;              // as well: (B), becomes 0
 };
 KERNEL(verify_greedy, VerifyGreedy);
 
@@ -284,6 +291,11 @@ KERNEL(verify_logits, VerifyLogits);
 struct VerifyTree : VerifyParams {
   const float* target_probs;  // (B, N, V)
   const bool* greedy;         // (B) or null
+  // CUDA's, for verify_logits: how many requests come before these B, in all arrays but target_probs; greedy is where
+  // the temperature is 0; outside of the ids of its row a token has no neighbors.
+  int64_t first_request;
+  const float* temperature;  // (B) or null
+  RowIds ids;
 };
 KERNEL(verify_tree, VerifyTree);
 

@@ -56,7 +56,7 @@ def draw_after(row, draft_row, mass, is_rejected, is_greedy, token, token_mass, 
     next_token = total * 0
     if (status & INVALID_ROW) == 0:
         if is_greedy:
-            _, argmax = row_argmax(row, V, None, None, True, BLOCK)
+            _, argmax = row_argmax(row, V, None, None, BLOCK)
             next_token = argmax.to(tl.int64)
         else:
             residual_total = total * 0
@@ -81,12 +81,12 @@ def draw_after(row, draft_row, mass, is_rejected, is_greedy, token, token_mass, 
 @triton.jit
 def row_entropy(row, V, total, BLOCK: tl.constexpr):
     """Of the three likeliest tokens, in nats."""
-    max_mass, last_id = row_argmax(row, V, None, None, True, BLOCK)
+    max_mass, last_id = row_argmax(row, V, None, None, BLOCK)
     entropy = 0.0
     for _ in tl.static_range(3):
         p = (max_mass.to(tl.float64) / total.to(tl.float64)).to(tl.float32)
         entropy += tl.where(p > 0.0, -(p * log(tl.where(p > 0.0, p, 1.0))), 0.0)
-        max_mass, last_id = row_argmax(row, V, max_mass, last_id, True, BLOCK)
+        max_mass, last_id = row_argmax(row, V, max_mass, last_id, BLOCK)
         max_mass = tl.maximum(max_mass, 0)
     return entropy
 
@@ -186,7 +186,7 @@ def verify_fly(rows, draft_rows, tokens, uniforms, bonus, mass, excess, is_greed
                 is_accepted = accepts(is_sampled, tl.load(uniforms + i + 1), token_mass, total, token_draft_mass,
                                       draft_total, tv_excess * 0.0 + 1.0)
                 if is_greedy:
-                    _, argmax = row_argmax(row, V, None, None, True, BLOCK)
+                    _, argmax = row_argmax(row, V, None, None, BLOCK)
                     is_accepted = token == argmax
                     prob = is_accepted.to(tl.float64)
                 may_defer = ((is_deferred == 0) & (token_mass > 0) & (i + window < N)

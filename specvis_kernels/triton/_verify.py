@@ -1,4 +1,4 @@
-"""How one program verifies a request's tree, from the root to a leaf, from probabilities or from logits (_nodes.py).
+"""How one program verifies a request, for verify_tree and verify_chain: from the root to a leaf.
 
 The rest of the target at the current node, and the draft row of its children, are in scratch of this program, in fixed
 point. There is a barrier wherever threads read what others wrote, or write what others may still be reading.
@@ -6,13 +6,44 @@ point. There is a barrier wherever threads read what others wrote, or write what
 Links that are None mean that the tree is a chain: node n's only child is n + 1, of draft row n, down to node N - 1 at
 depth P. Its omega is one number, and its accepted nodes are not returned. `bonus` points to the token that follows node
 N - 1, which then has no row; else it is None.
+
+`ids` says which ids the row of each node has: (id_range (N, 2), first_id, last_id) as in row_range(), or None for all.
 """
 import triton
 import triton.language as tl
 
-from ._rows import fill
-from ._verify_greedy import verify_greedy
-from ._verify_sampled import verify_sampled
+from ._filters import row_range
+from ._rows import neighbor_prefix
+
+
+@triton.jit
+def load_link(links, node, of_chain):
+    """A child or sibling of a node, or -1."""
+    if links is None:
+        return of_chain
+    else:
+        return tl.load(links + node).to(tl.int64)
+
+
+@triton.jit
+def relax(row, V, neighbors, C, k, offset, ids, node, token, token_mass, total, delta, CUTOFF: tl.constexpr,
+          RESIDUAL: tl.constexpr, IS_FLOAT: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The relaxed mass of a token, and how many neighbors it keeps. A token outside the ids of the row keeps none."""
+    relaxed_mass = token_mass
+    num_kept = (token * 0).to(tl.int32)
+    if neighbors is not None:
+        num_considered = k
+        if RESIDUAL == "released":
+            num_considered = k - 1
+        if ids is not None:
+            id_range, first_id, last_id = ids
+            first, last, _ = row_range(id_range, node, first_id, last_id, V)
+            num_considered = tl.where((token >= first) & (token < last), num_considered, 0)
+        neighbor_mass, num_kept = neighbor_prefix(
+            row, V, neighbors, C, k, num_considered, offset, token, token_mass, total, total, tl.load(delta), CUTOFF,
+            IS_FLOAT, BLOCK_K)
+        relaxed_mass += neighbor_mass
+    return relaxed_mass, num_kept
 
 
 @triton.jit
@@ -23,45 +54,3 @@ def store_outputs(num_accepted_out, next_token_out, tv_excess_out, status_out, n
     tl.store(next_token_out + b, next_token)
     tl.store(tv_excess_out + b, tv_excess.to(tl.float32))
     tl.store(status_out + b, status)
-
-
-@triton.jit
-def verify_request(rows, is_greedy, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
-                   delta, omega, mass, draft_mass, greedy_scratch, accepted_nodes, num_accepted_out, next_token_out,
-                   tv_excess_out, status_out, N, V, M, P, C, k, offset, CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr,
-                   EMPTY: tl.constexpr, FILTERS: tl.constexpr, IS_FLOAT: tl.constexpr, BLOCK: tl.constexpr,
-                   BITS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Verifies this program's request in a batch of trees. `rows` are of the request; is_greedy None: it samples."""
-    b = tl.program_id(0).to(tl.int64)
-    tokens += b * N
-    first_child += b * N
-    next_sibling += b * N
-    accepted_nodes += b * P
-    mass += b * V
-    if neighbors is not None:
-        delta += b
-    fill(accepted_nodes, -1, 0, P)
-    tl.debug_barrier()
-    samples = b >= 0
-    if is_greedy is not None:
-        samples = is_greedy == 0
-    if samples:
-        if draft_probs is not None:
-            draft_probs += b * M * V
-            draft_row += b * N
-            draft_mass += b * V
-        if omega is not None:
-            omega += b * P
-        num_accepted, next_token, tv_excess, status = verify_sampled(
-            rows, tokens, first_child, next_sibling, uniforms + b * N, draft_probs, draft_row, neighbors, delta, omega,
-            None, mass, draft_mass, accepted_nodes, N, V, M, P, C, k, offset, CUTOFF, RESIDUAL, EMPTY, FILTERS,
-            IS_FLOAT, BLOCK, BITS, BLOCK_K)
-        store_outputs(num_accepted_out, next_token_out, tv_excess_out, status_out, num_accepted, next_token,
-                      tv_excess, status)
-    if is_greedy is not None:
-        if is_greedy:
-            num_accepted, next_token, tv_excess, status = verify_greedy(
-                rows, tokens, first_child, next_sibling, neighbors, delta, None, mass, greedy_scratch + b * 3 * N,
-                accepted_nodes, N, V, P, C, k, offset, CUTOFF, RESIDUAL, FILTERS, IS_FLOAT, BLOCK, BITS, BLOCK_K)
-            store_outputs(num_accepted_out, next_token_out, tv_excess_out, status_out, num_accepted, next_token,
-                          tv_excess, status)

@@ -2,19 +2,19 @@
 import triton
 import triton.language as tl
 
-from ._nodes import load_link, read_row, relax, unchanged_row
-from ._rows import INVALID_ROW, INVALID_TREE, load_mass
+from ._rows import INVALID_ROW, INVALID_TREE, load_mass, to_fixed_point
+from ._verify import load_link, relax
 
 
 @triton.jit
-def row_argmax(row, V, last_mass, last_id, IS_FLOAT: tl.constexpr, BLOCK: tl.constexpr):
+def row_argmax(row, V, last_mass, last_id, BLOCK: tl.constexpr):
     """The row's largest mass and its lowest id; unless they are None, of those that follow this mass and id."""
     largest = tl.full([BLOCK], -1, tl.int64)
     ids = tl.zeros([BLOCK], tl.int64)
     start = 0
     while start < V:
         v = start + tl.arange(0, BLOCK)
-        mass = load_mass(row, v, v < V, IS_FLOAT)
+        mass = load_mass(row, v, v < V, True)
         is_larger = (mass > largest) & (v < V)
         if last_mass is not None:
             is_larger = is_larger & ((mass < last_mass) | ((mass == last_mass) & (v > last_id)))
@@ -26,9 +26,9 @@ def row_argmax(row, V, last_mass, last_id, IS_FLOAT: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def verify_greedy(rows, tokens, first_child, next_sibling, neighbors, delta, bonus, mass, scratch, accepted_nodes, N, V,
-                  P, C, k, offset, CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr, FILTERS: tl.constexpr,
-                  IS_FLOAT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, BLOCK_K: tl.constexpr):
+def verify_greedy(target_probs, ids, tokens, first_child, next_sibling, neighbors, delta, bonus, scratch,
+                  accepted_nodes, N, V, P, C, k, offset, CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr,
+                  BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
     """Verifies a greedy request: the nodes in order, each with its children, then the row at the end of the path.
 
     Returns num_accepted, next_token, tv_excess, status.
@@ -62,10 +62,9 @@ def verify_greedy(rows, tokens, first_child, next_sibling, neighbors, delta, bon
                 next_token = tl.load(bonus)
                 reads = zero != 0
         if reads:
-            total, is_valid, first_id, last_id = read_row(rows, node, V, mass, 0, FILTERS, BLOCK, BITS)
-            tl.debug_barrier()
-            row = unchanged_row(rows, node, V, mass)
-            max_mass, argmax = row_argmax(row, V, None, None, IS_FLOAT, BLOCK)
+            row = target_probs + node * V
+            total, is_valid = to_fixed_point(row, V, None, 0, BLOCK)
+            max_mass, argmax = row_argmax(row, V, None, None, BLOCK)
             if is_end:
                 next_token = tl.where(is_valid, argmax, 0).to(tl.int64)
                 status |= tl.where(is_valid, 0, INVALID_ROW)
@@ -76,9 +75,9 @@ def verify_greedy(rows, tokens, first_child, next_sibling, neighbors, delta, bon
                 token = tl.load(tokens + child, mask=is_later, other=-1).to(tl.int64)
                 active = is_later & (token >= 0) & (token < V)
                 status |= tl.where(active, 0, INVALID_TREE)
-                token_mass = load_mass(row, token, active, IS_FLOAT)
-                relaxed_mass, _ = relax(row, V, neighbors, C, k, offset, token, token_mass, total, first_id, last_id,
-                                        delta, CUTOFF, RESIDUAL, IS_FLOAT, BLOCK_K)
+                token_mass = load_mass(row, token, active, True)
+                relaxed_mass, _ = relax(row, V, neighbors, C, k, offset, ids, node, token, token_mass, total, delta,
+                                        CUTOFF, RESIDUAL, True, BLOCK_K)
                 is_best = ((token == argmax) | (relaxed_mass > max_mass)
                            | ((relaxed_mass == max_mass) & (token < argmax)))
                 if active & is_best:

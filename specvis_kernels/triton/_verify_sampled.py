@@ -2,7 +2,6 @@
 import triton
 import triton.language as tl
 
-from ._nodes import load_link, read_row, relax, unchanged_row
 from ._residual import fill_uniform, reject
 from ._rows import (
     EMPTY_RESIDUAL,
@@ -14,6 +13,7 @@ from ._rows import (
     draw,
     to_fixed_point,
 )
+from ._verify import load_link, relax
 
 
 @triton.jit
@@ -32,10 +32,10 @@ def check_omega(omega, omega_step, P, neighbors, RESIDUAL: tl.constexpr):
 
 
 @triton.jit
-def verify_sampled(rows, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta, omega,
-                   bonus, mass, draft_mass, accepted_nodes, N, V, M, P, C, k, offset, CUTOFF: tl.constexpr,
-                   RESIDUAL: tl.constexpr, EMPTY: tl.constexpr, FILTERS: tl.constexpr, IS_FLOAT: tl.constexpr,
-                   BLOCK: tl.constexpr, BITS: tl.constexpr, BLOCK_K: tl.constexpr):
+def verify_sampled(target_probs, ids, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
+                   delta, omega, bonus, mass, draft_mass, accepted_nodes, N, V, M, P, C, k, offset,
+                   CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr, EMPTY: tl.constexpr, BLOCK: tl.constexpr,
+                   BLOCK_K: tl.constexpr):
     """Verifies a request that samples; returns num_accepted, next_token, tv_excess, status."""
     zero = tl.program_id(0).to(tl.int64) * 0
     omega_step = zero.to(tl.int32)
@@ -67,8 +67,8 @@ def verify_sampled(rows, tokens, first_child, next_sibling, uniforms, draft_prob
             previous = node
             reach_prob = tv_excess * 0.0 + 1.0
         active = child >= 0
-        total, is_valid, first_id, last_id = read_row(
-            rows, node, V, mass, tl.where(active | (enters == 0), V, 0), FILTERS, BLOCK, BITS)
+        total, is_valid = to_fixed_point(
+            target_probs + node * V, V, mass, tl.where(active | (enters == 0), V, 0), BLOCK)
         is_changed = zero != 0
         if EMPTY == "uniform":
             if enters == 0:
@@ -105,8 +105,8 @@ def verify_sampled(rows, tokens, first_child, next_sibling, uniforms, draft_prob
             status |= tl.where(active & (is_drawn == 0) & (draft_total > 0), INVALID_DRAFT, 0)
             if active & is_drawn:
                 token_mass = tl.load(mass + token)
-                relaxed_mass, num_kept = relax(mass, V, neighbors, C, k, offset, token, token_mass, total, first_id,
-                                               last_id, delta, CUTOFF, RESIDUAL, False, BLOCK_K)
+                relaxed_mass, num_kept = relax(mass, V, neighbors, C, k, offset, ids, node, token, token_mass, total,
+                                               delta, CUTOFF, RESIDUAL, False, BLOCK_K)
                 omega_d = tv_excess * 0.0 + 1.0
                 if omega is not None:
                     omega_d = tl.load(omega + num_accepted * omega_step).to(tl.float64)
@@ -161,5 +161,5 @@ def verify_sampled(rows, tokens, first_child, next_sibling, uniforms, draft_prob
         if is_changed:
             next_token = draw(mass, V, total, tl.load(uniforms), False, BLOCK)
         else:
-            next_token = draw(unchanged_row(rows, node, V, mass), V, total, tl.load(uniforms), IS_FLOAT, BLOCK)
+            next_token = draw(target_probs + node * V, V, total, tl.load(uniforms), True, BLOCK)
     return num_accepted, next_token, tv_excess, status

@@ -15,6 +15,7 @@ from ._kernel import kernel
 from ._keys import NONE, entries_of, id_of
 from ._noise import GUMBEL_STREAM, gumbel_noise, log, to_gumbel
 from ._rows import FIXED_ONE, INVALID_ROW, block, draw_threshold, fill, load_mass
+from .expand_tree import without
 
 
 @triton.jit
@@ -113,26 +114,52 @@ def draw_by_uniforms(row, uniforms, tokens, V, K, BLOCK: tl.constexpr, BLOCKS: t
     return n, is_valid
 
 
+@triton.jit
+def find_likeliest(row, tokens, V, K, BLOCK: tl.constexpr):
+    """Stores the K most probable tokens, 0 for a missing one."""
+    keys = tl.full([BLOCK], NONE, tl.int64)
+    start = tl.full([], 0, tl.int64)
+    while start < V:
+        ids = start + tl.arange(0, BLOCK)
+        keys = tl.maximum(keys, entries_of(tl.load(row + ids, mask=ids < V, other=0.0), ids, 0.0))
+        start += BLOCK
+    best = tl.max(keys, axis=0)
+    n = 0
+    while (n < K) & (best > NONE):
+        tl.store(tokens + n, id_of(best))
+        keys = without(keys, best, row, 0, V, 0.0, BLOCK)
+        best = tl.max(keys, axis=0)
+        n += 1
+    fill(tokens, 0, n, K)
+
+
 @kernel("draft_probs", "V")
 def draw_children_kernel(
         draft_probs,           # (R, V)
         uniforms,              # (R, K) or None: by noise
         seeds,                 # (B) or None
         positions,             # (R) or None, R = B * F
+        temperature,           # (B) or None; where it is 0, the likeliest tokens
         tokens,                # (R, K)
-        num_children, status,  # (R)
+        num_children, status,  # (R), or None with a temperature
         F, V, K, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
-    if uniforms is not None:
-        n, is_valid = draw_by_uniforms(draft_probs + r * V, uniforms + r * K, tokens + r * K, V, K, BLOCK, BLOCKS,
-                                       BLOCK_K)
-        tl.store(num_children + r, n)
-        tl.store(status + r, tl.where(is_valid, 0, INVALID_ROW))
-    else:
-        n, is_valid = draw_by_noise(draft_probs + r * V, tl.load(seeds + r // F), tl.load(positions + r),
-                                    tokens + r * K, V, K, BLOCK, BLOCKS)
-        tl.store(num_children + r, n)
-        tl.store(status + r, tl.where(is_valid, 0, INVALID_ROW))
+    row = draft_probs + r * V
+    tokens += r * K
+    draws = r >= 0
+    if temperature is not None:
+        draws = tl.load(temperature + r // F) != 0
+        if draws == 0:
+            find_likeliest(row, tokens, V, K, BLOCK)
+    if draws:
+        if uniforms is not None:
+            n, is_valid = draw_by_uniforms(row, uniforms + r * K, tokens, V, K, BLOCK, BLOCKS, BLOCK_K)
+        else:
+            n, is_valid = draw_by_noise(row, tl.load(seeds + r // F), tl.load(positions + r), tokens, V, K, BLOCK,
+                                        BLOCKS)
+        if num_children is not None:
+            tl.store(num_children + r, n)
+            tl.store(status + r, tl.where(is_valid, 0, INVALID_ROW))
 
 
 def sizes_of(V, K):
@@ -147,6 +174,6 @@ def draw_children(draft_probs, uniforms, seeds, positions, K):
     tokens = draft_probs.new_empty((B, F, K), dtype=torch.int64)
     num_children, status = (draft_probs.new_empty((B, F), dtype=torch.int32) for _ in range(2))
     if B > 0:
-        draw_children_kernel[(B * F,)](draft_probs, uniforms, seeds, positions, tokens, num_children, status, F, V, K,
-                                       **sizes_of(V, K))
+        draw_children_kernel[(B * F,)](draft_probs, uniforms, seeds, positions, None, tokens, num_children, status, F,
+                                       V, K, **sizes_of(V, K))
     return tokens, num_children, status

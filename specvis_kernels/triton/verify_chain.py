@@ -64,21 +64,21 @@ def verify_chain_kernel(
             delta += b
         if omega is not None:
             omega += b
-        rows = (target_probs + row * V, None, None, None, None, None, None, None, None, None, None)
+        rows = target_probs + row * V
         is_sampling = b >= 0
         if greedy is not None:
             is_sampling = tl.load(greedy + b) == 0
         if is_sampling:
             num_accepted, next_token, tv_excess, status = verify_sampled(
-                rows, tokens, None, None, uniforms, draft_probs, None, neighbors, delta, omega, bonus, mass, draft_mass,
-                None, N, V, P, P, C, k, offset, CUTOFF, RESIDUAL, EMPTY, None, True, BLOCK, None, BLOCK_K)
+                rows, None, tokens, None, None, uniforms, draft_probs, None, neighbors, delta, omega, bonus, mass,
+                draft_mass, None, N, V, P, P, C, k, offset, CUTOFF, RESIDUAL, EMPTY, BLOCK, BLOCK_K)
             store_outputs(num_accepted_out, next_token_out, tv_excess_out, status_out, num_accepted, next_token,
                           tv_excess, status)
         if greedy is not None:
             if is_sampling == 0:
                 num_accepted, next_token, tv_excess, status = verify_greedy(
-                    rows, tokens, None, None, neighbors, delta, bonus, mass, greedy_scratch + 3 * (first + b), None, N,
-                    V, P, C, k, offset, CUTOFF, RESIDUAL, None, True, BLOCK, None, BLOCK_K)
+                    rows, None, tokens, None, None, neighbors, delta, bonus, greedy_scratch + 3 * (first + b), None, N,
+                    V, P, C, k, offset, CUTOFF, RESIDUAL, BLOCK, BLOCK_K)
                 store_outputs(num_accepted_out, next_token_out, tv_excess_out, status_out, num_accepted, next_token,
                               tv_excess, status)
     else:

@@ -29,6 +29,7 @@ def find_child(tokens, next_sibling, wanted, node, child, N):
 def verify_greedy_kernel(
         target_tokens, tokens,             # (B, N)
         first_child, next_sibling,         # (B, N)
+        row_status,                        # (B, N) or None: a row with a status ends the path
         accepted_nodes,                    # (B, P)
         num_accepted, next_token, status,  # (B)
         N, P, BLOCK: tl.constexpr):
@@ -40,6 +41,9 @@ def verify_greedy_kernel(
     wrong = node.to(tl.int32)
     target_token = tl.load(target_tokens + b * N)
     active = depth < P
+    if row_status is not None:
+        wrong |= tl.load(row_status + b * N)
+        active = active & (wrong == 0)
     while active:
         child = tl.load(first_child + b * N + node).to(tl.int64)
         found, found_wrong = find_child(tokens, next_sibling, target_token, node, child, N)
@@ -50,6 +54,10 @@ def verify_greedy_kernel(
             node = found
             depth += 1
         active = (found >= 0) & (depth < P)
+        if row_status is not None:
+            node_status = tl.where(found >= 0, tl.load(row_status + b * N + node), 0)
+            wrong |= node_status
+            active = active & (node_status == 0)
     start = depth
     while start < P:
         d = start + tl.arange(0, BLOCK)
@@ -60,12 +68,12 @@ def verify_greedy_kernel(
     tl.store(status + b, wrong)
 
 
-def verify_greedy(target_tokens, tokens, first_child, next_sibling, max_depth):
+def verify_greedy(target_tokens, tokens, first_child, next_sibling, max_depth, row_status=None):
     B, N = tokens.shape
     accepted_nodes = first_child.new_empty((B, max_depth))
     num_accepted, status = (first_child.new_empty(B) for _ in range(2))
     next_token = tokens.new_empty(B)
     if B > 0:
-        verify_greedy_kernel[(B,)](target_tokens, tokens, first_child, next_sibling, accepted_nodes, num_accepted,
-                                   next_token, status, N, max_depth, BLOCK=32, num_warps=1)
+        verify_greedy_kernel[(B,)](target_tokens, tokens, first_child, next_sibling, row_status, accepted_nodes,
+                                   num_accepted, next_token, status, N, max_depth, BLOCK=32, num_warps=1)
     return accepted_nodes, num_accepted, next_token, status
