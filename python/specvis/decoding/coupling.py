@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvis_kernels import couple_tokens, philox_uniforms, sample_residual
+from specvis_kernels import CoupleTokensResult, couple_tokens, sample_residual
 
 from ..models.interface import TargetModel, id_range, num_tokens, rows_and_columns
 from .batch_state import BatchState
 from .methods import Method, acceptance_rule
-from .sampling import ACCEPT, DRAFT, Sampling
+from .sampling import ACCEPT, DRAFT, Sampling, uniforms_at
 
 INT64 = torch.iinfo(torch.int64)
 
@@ -30,6 +30,23 @@ class Coupled(NamedTuple):
     tv_excess: Tensor     # (B,)   float32  summed over the tokens that are final now
 
 
+class RowRing(BatchState):
+    """A row of numbers for each of the newest positions of B images. Position p has the place p % size."""
+
+    ROWS = ("rows",)
+
+    def __init__(self, rows: Tensor):
+        """rows: (B, size, ..) the first ones"""
+        self.rows, self.request = rows, torch.arange(len(rows), device=rows.device)[:, None]
+
+    def get(self, positions: Tensor) -> Tensor:
+        """The rows (B, N, ..) of positions (B, N)."""
+        return self.rows[self.request, positions % self.rows.shape[1]]
+
+    def put(self, positions: Tensor, rows: Tensor) -> None:
+        self.rows[self.request, positions % self.rows.shape[1]] = rows
+
+
 class Coupling(BatchState):
     """The rule of rejection, its random numbers, and the rows that the guesses were drawn from.
 
@@ -37,94 +54,91 @@ class Coupling(BatchState):
     has another first token, so a guess that is drawn anew in a later step has new numbers.
     """
 
-    ROWS = ("delta", "is_greedy", "uniforms", "first_uniforms", "rows", "earlier_excess")
+    ROWS, PARTS = ("delta", "is_greedy", "seeds"), ("rows", "excess")
 
     def __init__(self, methods: list[Method], sampling: Sampling, neighbors: Tensor | None, target: TargetModel,
-                 any_greedy: bool):
-        """any_greedy: may a request have temperature 0, now or later?"""
-        base, device, max_depth = methods[0], sampling.seeds.device, max(m.max_depth for m in methods)
-        B, L, self.base, self.target = len(methods), num_tokens(target), base, target
-        self.columns = rows_and_columns(target.grid)[1]
-        W = min(max_depth, L)  # an image has no more to guess
-        rule = acceptance_rule(methods, neighbors, target, max_depth, device)
+                 window: int, any_greedy: bool):
+        """window: how many guesses a step reads; any_greedy: may a request have temperature 0, now or later?"""
+        base, device = methods[0], sampling.seeds.device
+        B, L, self.acceptance, self.target = len(methods), num_tokens(target), base.acceptance, target
+        self.num_tokens, self.columns = L, rows_and_columns(target.grid)[1]
         # at temperature 0 nothing is lent: a guess is kept if it is the likeliest token
         deltas = [0.0 if greedy else m.acceptance.delta for m, greedy in zip(methods, sampling.greedy.tolist())]
         self.delta = torch.tensor(deltas, dtype=torch.float32, device=device)
+        rule = acceptance_rule(methods, neighbors, target, base.max_depth, device)
         self.rule = rule if rule.neighbors is None else rule._replace(delta=self.delta)
         self.is_greedy, self.any_greedy = sampling.greedy[:, None, None], any_greedy
-        self.uniforms = philox_uniforms(sampling.seeds, L, 2 * (W + 1), stream=ACCEPT).unflatten(2, (-1, 2))
-        self.first_uniforms = philox_uniforms(sampling.seeds, L, W + 1, stream=DRAFT)
-        # the row of position p is at p % num_rows; one row more is scratch for positions after a request's own
-        # window
-        self.num_rows = self.columns + 2 * W + 2
-        self.rows = torch.zeros(B, self.num_rows + 1, target.vocab_size, dtype=torch.float32, device=device)
-        self.earlier_excess = torch.zeros_like(self.rows[..., 0])  # of tests that kept the guess so far
-        self.request = torch.arange(B, device=device)[:, None]
+        self.seeds = sampling.seeds
+        rows = torch.zeros(B, self.columns + 2 * window + 2, target.vocab_size, dtype=torch.float32, device=device)
+        self.rows = RowRing(rows)
+        self.excess = RowRing(torch.zeros_like(rows[..., 0]))  # of the tests that kept a guess so far
 
     def exact(self, probs: Tensor, status: Tensor) -> Tensor:
-        """At temperature 0 all probability is on the likeliest token, except in rows that are not well."""
+        """At temperature 0 all probability is on the likeliest token, except in invalid rows."""
         if not self.any_greedy:
             return probs
         likeliest = torch.zeros_like(probs).scatter_(-1, probs.argmax(-1, keepdim=True), 1.0)
         return torch.where(self.is_greedy & (status == 0)[..., None], likeliest, probs)
 
-    def keep_rows(self, positions: Tensor, probs: Tensor) -> None:
-        """The guesses at positions (B, N) are from these rows now. At position -1 nothing is kept."""
-        self.rows[self.request, torch.where(positions < 0, self.num_rows, positions % self.num_rows)] = probs
+    def couple(self, probs: Tensor, status: Tensor, guesses: Tensor, positions: Tensor) -> Coupled:
+        """Keep the guesses (B, N) for the positions (B, N), or draw them anew, from probs (B, N, V).
 
-    def couple(self, probs: Tensor, status: Tensor, guesses: Tensor, counts: Tensor, budget: Tensor) -> Coupled:
-        """Keep the guesses (B, N) for the positions from counts (B, 1) on, or draw them anew, from probs (B, N, V).
-
-        budget: (B, 1) how many guesses can be accepted. The token after them is the target's own.
+        The last one, and what is after the image's last token, is always drawn anew.
         """
-        N, probs = guesses.shape[1], self.exact(probs, status)
-        step = counts.clamp(max=self.uniforms.shape[1] - 1)
-        uniforms = self.uniforms[self.request, step][:, 0, :N]
+        probs, N = self.exact(probs, status), guesses.shape[1]
+        uniforms = uniforms_at(self.seeds, positions[:, 0], 2 * N, ACCEPT).unflatten(1, (-1, 2))
         fresh = sample_residual(probs.flatten(0, 1), None, uniforms[..., 1].flatten()).tokens.view(guesses.shape)
+        tested = self.test(probs[:, :-1], guesses[:, :-1], positions[:, :-1], uniforms[:, :-1])
         index = torch.arange(N, device=guesses.device)
-        if N == 1:
-            return Coupled(fresh, torch.zeros_like(budget[:, 0]), status, probs, torch.zeros_like(probs[:, 0, 0]))
-        drafted = guesses[:, :-1]
-        old_rows = self.rows[self.request, (counts + index[:-1]) % self.num_rows]
-        omega = None if self.rule.omega is None else self.rule.omega[:, :N - 1]
-        acceptance, groups = self.base.acceptance, None
-        if acceptance.metric == "rank":
-            groups = rank_groups(probs[:, :-1], drafted, acceptance.k, self.delta)
-        coupled = couple_tokens(probs[:, :-1], old_rows, drafted, uniforms[:, :-1], groups=groups,
-                                **self.rule._replace(omega=omega)._asdict())
-        num_accepted = coupled.num_kept[:, None].minimum(budget)
-        is_final = (index[:-1] <= num_accepted) & (index[:-1] < budget)
+        budget = (self.num_tokens - 1 - positions[:, :1]).clamp(max=N - 1)
+        num_accepted = tested.num_kept[:, None].minimum(budget)
         is_fresh = index >= budget
-        if acceptance.coupling == "none":
+        if self.acceptance.coupling == "none":
             is_fresh = is_fresh | (index > num_accepted)
-        tokens = torch.where(is_fresh, fresh, F.pad(coupled.tokens, (0, 1)))
-        place = self.request, (counts + index[:-1]) % self.num_rows
-        tv_excess = self.earlier_excess[place] + coupled.tv_excess
-        self.earlier_excess[place] = torch.where(coupled.is_kept & ~is_fresh[:, :-1], tv_excess, 0.0)
-        return Coupled(tokens, num_accepted[:, 0], status, probs, (tv_excess * is_final).sum(1))
+        tokens = torch.where(is_fresh, fresh, F.pad(tested.tokens, (0, 1)))
+        is_final = ((index <= num_accepted) & (index < budget))[:, :-1]
+        tv_excess = self.account(positions[:, :-1], tested, ~is_fresh[:, :-1], is_final)
+        return Coupled(tokens, num_accepted[:, 0], status, probs, tv_excess)
 
-    def first_guesses(self, counts: Tensor, last: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Guess the n positions after last (B, 1), the last ones that have rows, after a step from counts (B, 1) on.
+    def test(self, probs: Tensor, guesses: Tensor, positions: Tensor, uniforms: Tensor) -> CoupleTokensResult:
+        """What the rule says of guesses (B, W) for positions (B, W), from probs (B, W, V)."""
+        groups, omega = None, None if self.rule.omega is None else self.rule.omega[:, :guesses.shape[1]]
+        if self.acceptance.metric == "rank":
+            groups = rank_groups(probs, guesses, self.acceptance.k, self.delta)
+        return couple_tokens(probs, self.rows.get(positions), guesses, uniforms, groups=groups,
+                             **self.rule._replace(omega=omega)._asdict())
+
+    def account(self, positions: Tensor, tested: CoupleTokensResult, stays: Tensor, is_final: Tensor) -> Tensor:
+        """The added total variation (B,) of the tokens that are final now. Of guesses that stay it is kept."""
+        tv_excess = self.excess.get(positions) + tested.tv_excess
+        self.excess.put(positions, torch.where(tested.is_kept & stays, tv_excess, 0.0))
+        return (tv_excess * is_final).sum(1)
+
+    def guess(self, position: Tensor, last: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """Guess the n positions after last (B, 1), the last ones that have rows, after a step from position (B, 1) on.
 
         They are drawn from the rows above them, or from the last row; where other ids are allowed there, as before a
         forced token, they are drawn evenly from the ids that are allowed at the position. So every guess is an allowed
         id, and no rule of acceptance can keep another one. Returns the positions and the tokens (B, n).
         """
         positions = last + 1 + torch.arange(n, device=last.device)
-        source, above = last.expand(-1, n), positions - self.columns
-        if self.base.drafts.guess == "above":
-            source = torch.where((above >= 0) & (above <= last), above, source)
-        rows = self.rows[self.request, source % self.num_rows]
-        ids = id_range(self.target, positions)
+        source = row_above(positions, last, self.columns)
+        rows, ids = self.rows.get(source), id_range(self.target, positions)
         if ids is not None:
             index = torch.arange(rows.shape[-1], device=rows.device)
             is_inside = (index >= ids[..., :1]) & (index < ids[..., 1:])
             is_other = (ids != id_range(self.target, source)).any(-1, keepdim=True)
             rows = torch.where(is_other, is_inside / is_inside.sum(-1, keepdim=True), rows)
-        uniforms = self.first_uniforms[self.request, counts.clamp(max=self.uniforms.shape[1] - 1)][:, 0, :n]
-        self.keep_rows(positions, rows)
-        self.earlier_excess[self.request, positions % self.num_rows] = torch.zeros_like(uniforms)
+        self.rows.put(positions, rows)
+        self.excess.put(positions, torch.zeros_like(rows[..., 0]))
+        uniforms = uniforms_at(self.seeds, position[:, 0], n, DRAFT)
         return positions, sample_residual(rows.flatten(0, 1), None, uniforms.flatten()).tokens.view(positions.shape)
+
+
+def row_above(positions: Tensor, last: Tensor, columns: int) -> Tensor:
+    """From which position's row each of these positions (B, n) is guessed: the one above, or else last (B, 1)."""
+    above = positions - columns
+    return torch.where((above >= 0) & (above <= last), above, last)
 
 
 def rank_groups(probs: Tensor, tokens: Tensor, k: int, delta: Tensor) -> Tensor:

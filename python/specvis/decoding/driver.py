@@ -54,7 +54,7 @@ class RunningBatch(BatchState):
         """May steps be captured and replayed? Every model that takes part must say so."""
         return can_replay(self.settings.target)
 
-    def observed(self, step, requests: list[int], num_requests: int) -> Step:
+    def observed(self, step) -> Step:
         """What observers see of a step. It is a copy, because the next step may overwrite this one."""
         return tree_map(torch.clone, step)
 
@@ -75,12 +75,12 @@ def decode_batch(begin: Callable[[list[int]], RunningBatch], run_step: Callable,
             progress(sum(state.host_counts) - sum(num_known[i] for i in requests))
         return state
 
-    scheduler, run = Scheduler(len(num_known), batch, finished), Captured(run_step)
+    scheduler, run = Scheduler(len(num_known), batch, finished, compacts=observe is None), Captured(run_step)
     state = scheduler.schedule(started(scheduler.requests), started)
     while min(state.host_counts) < state.settings.num_tokens:
         step = run(state)
         if observe:
-            observe(state.observed(step, scheduler.requests, len(num_known)))
+            observe(state.observed(step))
         if state.num_steps < state.poll:
             continue
         num_before = sum(state.host_counts)
@@ -94,10 +94,11 @@ def decode_batch(begin: Callable[[list[int]], RunningBatch], run_step: Callable,
 class Scheduler:
     """Which request is in which row of the running batch, which requests wait, and which images are finished."""
 
-    def __init__(self, num_requests: int, batch: int, finished: Finished | None):
-        """batch: how many requests are decoded at once"""
+    def __init__(self, num_requests: int, batch: int, finished: Finished | None, compacts: bool):
+        """batch: how many requests are decoded at once; compacts: may finished images leave the batch?"""
         self.requests, self.waiting = list(range(min(batch, num_requests))), deque(range(batch, num_requests))
-        self.finished, self.parts, self.done = finished, [], set()  # done: requests whose images are in the parts
+        self.compacts, self.finished = compacts, finished
+        self.parts, self.done = [], set()  # done: requests whose images are in the parts
 
     def schedule(self, state: RunningBatch, begin: Callable) -> RunningBatch:
         """Store the finished images, and give their rows to waiting requests, or compact the batch.
@@ -117,10 +118,11 @@ class Scheduler:
                 self.requests[row] = request
             state.look()  # the trees of the new requests may be deeper and wider than the trees before
         # Compacting copies the whole batch, so it waits until a quarter is finished.
-        if state.can_select and 0 < batch - len(idle) <= 0.75 * batch:
+        if self.compacts and state.can_select and 0 < batch - len(idle) <= 0.75 * batch:
             active = [row for row in range(batch) if row not in idle]
             self.requests = [self.requests[row] for row in active]
-            return state.select(active, batch)
+            state = state.select(active, batch)
+            state.look()
         return state
 
     def store(self, state: RunningBatch, rows: list[int]) -> None:

@@ -24,8 +24,8 @@ from .trees import Adaptation, static_tree
 FINITE = "at least 0 and finite in 32 bits"
 CUTOFFS, RESIDUALS = ("tvd", "ratio", "jsd"), ("optimal", "relaxed", "released")
 METRICS = ("l2", "raw", "cosine", "random", "rank")
-GUESSES, COUPLINGS = ("above", "last"), ("maximal", "none")
-MAX_WINDOW, USUAL_WINDOW = 32, 16  # of "auto": the most it chooses; its value where the tokens depend on the window
+COUPLINGS = ("maximal", "none")
+USUAL_WINDOW = 16  # of Jacobi decoding; on a CPU it is smaller, see `Recipe.with_window`
 DRAFT_MODELS = {"eagle": "the EAGLE head on the target's hidden states",
                 "small": "a smaller model of the target's family"}
 
@@ -56,7 +56,7 @@ class MethodPart:
 class NoDrafts(MethodPart):
     """Every target forward gives one token. To Jacobi decoding it is a window of no guesses."""
 
-    drafting, window, guess, refresh = "none", 0, "above", 0
+    drafting, window, refresh = "none", 0, 0
 
     def size(self, seed_exact: bool) -> Size:
         return Size(0, 1, 0)
@@ -69,21 +69,17 @@ class JacobiDrafts(MethodPart):
 
     drafting = "jacobi"
 
-    window: int | str = setting(f"guesses that a forward reads, at most {MAX_GUESSES}, or auto: as many as are fastest "
-                                f"here, by a short timing at first; {USUAL_WINDOW} where seed_exact is false",
-                                per_request=True)
-    guess: str = setting("where a new position's first guess is drawn from: the row above it, or the last row", "above")
+    window: int | None = setting(f"guesses that a forward reads, at most {MAX_GUESSES}; if none is named, "
+                                 f"{USUAL_WINDOW}, but on a CPU 4 for one picture and 2 for several at once", None)
     refresh: int = setting("how often a small draft model refreshes the guesses between two target forwards, at most "
-                           f"{MAX_REFRESHES}, if the window is not 0 (auto may choose that); 0: no draft model", 0)
+                           f"{MAX_REFRESHES}; 0: no draft model", 0)
 
     def __post_init__(self):
-        self.need("window", self.window == "auto" or is_count(self.window, 1, MAX_GUESSES),
-                  f"{count_within(1, MAX_GUESSES)}, or auto")
-        self.need("guess", self.guess in GUESSES, f"one of {', '.join(GUESSES)}")
+        self.need("window", self.window is None or is_count(self.window, 1, MAX_GUESSES), count_within(1, MAX_GUESSES))
         self.need("refresh", is_count(self.refresh, 0, MAX_REFRESHES), count_within(0, MAX_REFRESHES))
 
     def size(self, seed_exact: bool) -> Size:
-        window = self.window if self.window != "auto" else MAX_WINDOW if seed_exact else USUAL_WINDOW
+        window = USUAL_WINDOW if self.window is None else self.window
         return Size(window, 1 + window, 1)
 
 

@@ -20,7 +20,15 @@ from .limits import (
     is_number,
     setting,
 )
-from .method_parts import Acceptance, DynamicDrafts, JacobiDrafts, MethodPart, NoDrafts, StaticDrafts
+from .method_parts import (
+    USUAL_WINDOW,
+    Acceptance,
+    DynamicDrafts,
+    JacobiDrafts,
+    MethodPart,
+    NoDrafts,
+    StaticDrafts,
+)
 from .trees import Adaptation
 
 VARIANTS, CONDITIONINGS = ("paper", "released", "path"), ("exact", "block")
@@ -42,6 +50,16 @@ class Recipe(MethodPart):
     def label(self) -> str:
         """The name, and what differs from the recipe of that name."""
         return ":".join([self.name, *(f"{key}={format_value(value)}" for key, value in self.differing.items())])
+
+    def with_window(self, device: torch.device | str, pictures: int) -> "Recipe":
+        """The method as it decodes that many pictures at once. Jacobi decoding gets the usual window if it names none.
+
+        A CPU has little idle arithmetic, so windows are small there: as long as the tokens do not depend on the window.
+        """
+        if self.drafting != "jacobi" or self.drafts.window is not None:
+            return self
+        is_small = self.seed_exact and torch.device(device).type == "cpu"
+        return self.changed(window=USUAL_WINDOW if not is_small else 4 if pictures == 1 else 2)
 
     @property
     def differing(self) -> dict:
@@ -273,7 +291,7 @@ ADAPTIVE = DynamicDrafts(depth=4, width=10, nodes=60, adaptation=Adaptation())
 METHODS = {m.name: m for m in (
     Method("vanilla", "the baseline: a token a target forward"),
     Method("jacobi", f"{SJD}, with the noise of arXiv:2510.24211: no draft model, plain decoding's tokens",
-           JacobiDrafts(window="auto"), EXACT),
+           JacobiDrafts(), EXACT),
     Method("speculative", "Leviathan et al., arXiv:2211.17192, Algorithm 1", StaticDrafts(tree="chain-4")),
     Method("eagle1", f"{EAGLE1}: a static tree, children sampled", STATIC),
     Method("eagle2", "EAGLE-2, arXiv:2406.16858, section 4", DYNAMIC, EXACT),
@@ -372,7 +390,7 @@ def parse_method(text: str) -> Method | ContinuousMethod:
         if isinstance(known.get(key), bool):
             parameters[key] = parse_bool(key, value)
         else:
-            is_word = value == "auto" if key == "window" else key not in known or isinstance(known[key], str)
+            is_word = key not in known or isinstance(known[key], str)
             parameters[key] = value if is_word else parse_number(key, value)
     return method(name, **parameters)
 

@@ -4,16 +4,28 @@ Every request of a batch has a seed, a guidance and a temperature of its own. It
 the condition, row B + b reads none, and guidance moves the probabilities from the second towards the first. Of a model
 without guidance it is row b alone.
 """
+import weakref
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..models.interface import DraftModel, TargetModel, has_guidance, id_range, num_tokens, rows_and_columns
+from ..models.interface import (
+    DraftModel,
+    Nodes,
+    TargetModel,
+    chain_ancestors,
+    has_guidance,
+    id_range,
+    num_tokens,
+    rows_and_columns,
+)
 from .batch_state import model_rows
 from .decoded import Observer
 from .methods import Method, one_each
 from .sampling import Sampling, cfg_inputs
+
+_is_causal = weakref.WeakKeyDictionary()  # of the targets that have been asked
 
 
 @dataclass(frozen=True)
@@ -137,6 +149,32 @@ def check_draft_model(target: TargetModel, draft_model: DraftModel, condition: T
         raise ValueError(f"draft_model.padding_mask must be bool (R={wanted[0]}, prefix_len={wanted[1]}) on "
                          f"{condition.device}, {rows} for each request, got {str(mask.dtype)[6:]} {tuple(mask.shape)} "
                          f"on {mask.device}")
+
+
+def check_causal(target: TargetModel) -> None:
+    """Raise ValueError if the target's logits at a token depend on the token after it. Each target is asked once."""
+    try:
+        answer = _is_causal.setdefault(target, [])
+    except TypeError:  # a target without a hash is asked again
+        answer = []
+    if not answer:
+        answer.append(is_causal(target))
+    if not answer[0]:
+        raise ValueError("target must be causal, so that its logits at a token do not depend on later tokens: Jacobi "
+                         "decoding reads guesses after a token that may change; the logits of "
+                         f"{type(target).__name__} do")
+
+
+def is_causal(target: TargetModel) -> bool:
+    condition, S = target.null_condition(1), target.prefix_len
+    cache, device = target.new_cache(1, S + 2), condition.device
+    padding_mask = torch.ones(1, S, dtype=torch.bool, device=device)
+    target.prefill(condition, padding_mask, cache)
+    nodes = Nodes(torch.arange(2, device=device)[None], torch.tensor([S], device=device),
+                  chain_ancestors(1, 2, device), padding_mask, S + 2)
+    first, second = (target.logits(target.extend(torch.tensor([[0, token]], device=device), nodes, cache))[:, 0]
+                     for token in (0, target.vocab_size - 1))
+    return torch.allclose(first, second, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 def check_batch(batch: int | None, methods: list[Method], observe: Observer | None, target: TargetModel,
