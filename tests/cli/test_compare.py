@@ -113,8 +113,8 @@ def test_an_interrupted_compare_says_how_to_go_on(weights, tmp_path, monkeypatch
 def test_compare_without_a_baseline(weights, tmp_path):
     result, rows = compared(weights, tmp_path, "--methods", "jacobi", "--singles", 1)
     assert result.exit_code == 0 and "same tokens as" not in result.output
-    assert float(rows["jacobi"]["single_seconds"]) > 0
-    assert rows["jacobi"]["speedup"] == rows["jacobi"]["single_speedup"] == rows["jacobi"]["same_tokens"] == ""
+    row = rows["jacobi:window=2"]  # for three pictures at once, if --device is a CPU
+    assert float(row["single_seconds"]) > 0 and row["speedup"] == row["single_speedup"] == row["same_tokens"] == ""
 
 
 def test_a_picture_that_differs_is_an_error_unless_it_is_rounding(weights, tmp_path, monkeypatch):

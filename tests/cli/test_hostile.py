@@ -109,7 +109,7 @@ def test_every_parameter_of_every_method(name):
     ("--method eagle1:tree=folder.json", "tree folder.json is not a file that can be read"),
     ("--method speculative:depth=128", ""),
     ("--method jacobi:window=1023", ""),
-    ("--method jacobi:window=1024", "window must be a whole number within 1..1023, or auto, got 1024"),
+    ("--method jacobi:window=1024", "window must be a whole number within 1..1023, got 1024"),
     ("--method gsd:k=524287", ""),
     ("--method gsd:k=524288", "k must be a whole number within 0..524287, got 524288"),
     ("--method lantern:k=63", ""),

@@ -68,7 +68,7 @@ def run(m, settings, target=None, draft=None, neighbors=NEIGHBORS):
 
 ALL = [method(name, k=5) if m.acceptance.k else m for name, m in METHODS.items() if m.drafting != "none"]
 EXACT = [m for m in ALL if m.seed_exact] + [
-    method("jacobi", window=3, guess="last"), method("jacobi", window=3, refresh=2),
+    method("jacobi", window=3), method("jacobi", window=3, refresh=2),
     method("speculative", seed_exact=True), method("eagle1", seed_exact=True)]
 
 
@@ -82,8 +82,7 @@ def test_the_tokens_are_the_baselines(temperature):
             assert torch.equal(run(m, settings, draft=draft).tokens, expected), m.label
 
 
-RELAXED = [*(m for m in ALL if not m.lossless), *(method(name, delta=1.0, k=11, guess=guess)
-                                                  for name in ("gsd", "gsd+coupled") for guess in ("above", "last")),
+RELAXED = [*(m for m in ALL if not m.lossless), *(method(name, delta=1.0, k=11) for name in ("gsd", "gsd+coupled")),
            method("lantern", k=6, delta=1.0), method("jacobi", seed_exact=False, k=6, delta=1.0)]
 
 
@@ -96,8 +95,8 @@ def test_no_method_relaxes_what_is_forced(m, temperature):
     assert codes.min() >= FIRST and codes.max() < LAST
 
 
-@pytest.mark.parametrize("m", [method("jacobi", seed_exact=False, window=4), method("speculative"), method("eagle1"),
-                               method("jacobi", seed_exact=False, window=4, guess="last")], ids=lambda m: m.label)
+@pytest.mark.parametrize("m", [method("jacobi", seed_exact=False, window=4), method("speculative"), method("eagle1")],
+                         ids=lambda m: m.label)
 def test_the_tokens_around_a_newline_have_the_baselines_distribution(m):
     """The three tokens after a known beginning: a code, the newline, a code. 4000 images against their exact law."""
     n, model, known = 4000, RowsModel(1), torch.tensor([[2, 5, 3]])
@@ -154,10 +153,7 @@ def test_guesses_are_from_the_token_above_and_of_ids_that_may_stand_there():
     """By hand. The first code of the first guesses is wrong, and from the third row on all are what is above them."""
     for m in (method("jacobi", window=2), method("jacobi", window=2, seed_exact=False)):
         assert steps(m, ByColumn(0)) == [{1: 0, 2: 2, 5: 2, 8: 2, 11: 2, 14: 0}] * B
-    assert steps(method("jacobi", window=3, guess="last"), Constant(0)) == [{1: 3, 5: 3, 9: 3, 13: 1}] * B
-    assert steps(method("jacobi", window=20), Constant(0)) == [{1: 9, 11: 3}] * B  # two rows are guessed at first
-    for m in (method("jacobi", window=20, guess="last"), method("jacobi", window=20, seed_exact=False),
-              method("jacobi", window=20, guess="last", seed_exact=False)):
+    for m in (method("jacobi", window=20), method("jacobi", window=20, seed_exact=False)):
         assert steps(m, Constant(0)) == [{1: 13}] * B, m.label
 
 

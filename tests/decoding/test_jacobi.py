@@ -1,21 +1,17 @@
 """Jacobi decoding gives plain decoding's tokens; by rejection, tokens with plain decoding's distribution."""
 import dataclasses
-import weakref
 
 import pytest
 import torch
 
 import specvis.decoding.coupling
-import specvis.decoding.facts
 import specvis.decoding.jacobi
-import specvis.decoding.window
 from specvis.decoding.baseline import decode
 from specvis.decoding.coupling import rank_groups
 from specvis.decoding.draft_model import SmallDraftModel
 from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import METHODS, method
 from specvis.decoding.sampling import Sampling, cfg_inputs
-from specvis.decoding.window import ROUNDS, TIMED, fastest_window
 from specvis.models.interface import Nodes
 from specvis_kernels import CoupleTokensResult
 from tests.decoding.pictures import PROMPTS, UNFILTERED, begun, far_from_target
@@ -23,7 +19,6 @@ from tests.models.test_interface import CONDITION, PADDING_MASK, VOCAB, BagModel
 
 B, SEEDS = len(CONDITION), [3, 1, 4, 1, 5]
 VANILLA = METHODS["vanilla"]
-MIXED = [method("jacobi", window=window) for window in (1, 7, 3, 20, 2)]
 
 
 def coupled(**parameters):
@@ -59,12 +54,9 @@ def plain(sampling, model=None, **arguments):
     {"temperature": [0.0, 0.7, 1.0, 2.0, 1.0], "guidance": [1.0, 3.0, 1.5, 0.0, 2.0], "top_k": [0, 3, 5, 0, 1]},
 ], ids=str)
 @pytest.mark.parametrize("methods", [
-    VANILLA, *(method("jacobi", window=window, guess=guess) for window in (1, 3, 7, 32) for guess in ("above", "last")),
-    method("jacobi", window="auto"), MIXED, [m.changed(guess="last") for m in MIXED],
-    [*MIXED[:3], method("jacobi", window="auto"), MIXED[4]],
-    *(method("jacobi", window=window, refresh=refresh) for window, refresh in ((1, 3), (3, 1), (7, 2), ("auto", 2))),
-    [m.changed(refresh=2) for m in MIXED], [m.changed(refresh=1, guess="last") for m in MIXED],
-], ids=lambda m: "mixed" if isinstance(m, list) else f"{m.drafts.window} {m.drafts.guess} {m.drafts.refresh}")
+    VANILLA, *(method("jacobi", window=window) for window in (None, 1, 3, 7, 20, 32)),
+    *(method("jacobi", window=window, refresh=refresh) for window, refresh in ((1, 3), (3, 1), (7, 2), (None, 2))),
+], ids=lambda m: f"{m.drafts.window} {m.drafts.refresh}")
 def test_the_tokens_are_plain_decodings(methods, parameters):
     sampling = settings(**parameters)
     expected = plain(sampling).tokens
@@ -78,10 +70,9 @@ def test_the_tokens_are_plain_decodings(methods, parameters):
 
 
 @pytest.mark.parametrize("methods", [
-    MIXED, [m.changed(guess="last") for m in MIXED],
-    [coupled(window=window, omega=omega) for window, omega in ((1, 1.0), (7, 1.2), (3, 0.8), (20, 2.0), (2, 1.0))],
-    [m.changed(refresh=2) for m in MIXED],
-], ids=["above", "last", "by rejection", "refreshed"])
+    [method("jacobi", window=7)] * B, [method("jacobi", window=20)] * B,
+    [coupled(omega=omega) for omega in (1.0, 1.2, 0.8, 2.0, 1.0)], [method("jacobi", window=3, refresh=2)] * B,
+], ids=["narrow", "wide", "by rejection", "refreshed"])
 def test_a_request_does_not_depend_on_its_batch(methods):
     counts = [0, 5, 2, 3, 11]
     known_tokens = begun(plain(settings()).tokens, counts)
@@ -130,9 +121,8 @@ class Constant(Fixed):
     (Counting(0), 3, {p: 0 for p in range(1, L)}), (Constant(0), 3, {1: 3, 5: 3, 9: 3, 13: 2}),
     (Constant(0), 20, {1: 14}), (Constant(0), 1, {p: 1 if p < L - 1 else 0 for p in range(1, L, 2)}),
 ], ids=lambda x: type(x).__name__ if isinstance(x, Fixed) else str(x))
-@pytest.mark.parametrize("guess", ["above", "last"])
-def test_the_forwards_are_those_worked_out_by_hand(model, window, num_accepted, guess):
-    decoded = jacobi(method("jacobi", window=window, guess=guess), settings(temperature=0.0), model)
+def test_the_forwards_are_those_worked_out_by_hand(model, window, num_accepted):
+    decoded = jacobi(method("jacobi", window=window), settings(temperature=0.0), model)
     for row, drafted, target_forwards in zip(decoded.num_accepted, decoded.num_drafted, decoded.target_forwards):
         assert {p: n for p, n in enumerate(row.tolist()) if n >= 0} == num_accepted
         assert drafted.tolist() == [min(window, L - 1 - p) if p in num_accepted else 0 for p in range(L)]
@@ -145,7 +135,7 @@ class OneToken(BagModel):
     grid = 1
 
 
-@pytest.mark.parametrize("window", [1, "auto"])
+@pytest.mark.parametrize("window", [1, None])
 def test_an_image_of_one_token(window):
     decoded = jacobi(method("jacobi", window=window), model=OneToken(1))
     assert torch.equal(decoded.tokens, plain(settings(), OneToken(1)).tokens) and decoded.target_forwards.eq(1).all()
@@ -159,10 +149,10 @@ class Likely(BagModel):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("m", [method("jacobi", window=5), method("jacobi", window=3, guess="last"),
-                               method("jacobi", window="auto"), method("jacobi", window=5, refresh=2)])
+@pytest.mark.parametrize("m", [METHODS["jacobi"], method("jacobi", window=5), method("jacobi", window=5, refresh=2)])
 def test_finished_images_leave_the_batch(tiny, monkeypatch, m, temperature):
-    """Each has its own tokens and accounts then, its own number of known tokens too, and observers do not notice."""
+    """Each has its own tokens and accounts then, its own number of known tokens too. Where someone observes, all stay.
+    """
     sampling = Sampling.of(list(range(6)), guidance=2.0, temperature=temperature)
     words = tiny.words(tiny.words.encode(PROMPTS[:2] * 3))
     condition = tiny.gpt.condition(words)
@@ -177,17 +167,13 @@ def test_finished_images_leave_the_batch(tiny, monkeypatch, m, temperature):
     def observe(step):
         num_steps.add_(step.active)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(specvis.decoding.jacobi.JacobiState, "can_select", False)
-        usual = jacobi_decode(tiny.gpt, *condition, sampling, [m] * 6, known_tokens=known_tokens, **small)
     monkeypatch.setattr(tiny.gpt, "extend", counting)
-    decoded = jacobi_decode(tiny.gpt, *condition, sampling, [m] * 6, known_tokens=known_tokens, observe=observe,
-                            **small)
-    assert min(batches) < 12 == max(batches)  # rows: two an image
-    assert torch.equal(num_steps, decoded.target_forwards)
-    fields = [field.name for field in dataclasses.fields(decoded)[:2 if m.drafts.window == "auto" else -1]]
-    for name in fields:
-        assert torch.equal(getattr(decoded, name), getattr(usual, name)), name
+    usual = jacobi_decode(tiny.gpt, *condition, sampling, [m] * 6, known_tokens=known_tokens, observe=observe, **small)
+    assert {*batches} == {12} and torch.equal(num_steps, usual.target_forwards)  # rows: two an image
+    decoded = jacobi_decode(tiny.gpt, *condition, sampling, [m] * 6, known_tokens=known_tokens, **small)
+    assert min(batches) < 12 == max(batches)
+    for field in dataclasses.fields(decoded)[:-1]:
+        assert torch.equal(getattr(decoded, field.name), getattr(usual, field.name)), field.name
 
 
 def test_more_than_one_token_a_forward():
@@ -207,10 +193,11 @@ def test_the_sizes_of_a_step(monkeypatch):
     assert sizes == [(2 * B, 6)] * 3 and decoded.target_forwards.tolist() == [4] * B
 
 
-def test_an_observer_sees_every_step(tiny):
-    steps, gained, windows = [], [], (1, 7, 3, 20)
-    decoded = tiny.tokens(PROMPTS, [method("jacobi", window=window) for window in windows],
-                          Sampling.of(list(range(4))), gained.append, steps.append)
+@pytest.mark.parametrize("window", [1, 3, 20])
+def test_an_observer_sees_every_step(tiny, window):
+    steps, gained = [], []
+    decoded = tiny.tokens(PROMPTS, method("jacobi", window=window), Sampling.of(list(range(4))), gained.append,
+                          steps.append)
     assert len(steps) == decoded.target_forwards.max() - 1 and sum(gained) == 4 * 16
     for b in range(4):
         mine = [step for step in steps if step.active[b]]
@@ -218,7 +205,7 @@ def test_an_observer_sees_every_step(tiny):
         assert [step.num_accepted[b].item() for step in mine] == num_accepted[num_accepted >= 0].tolist()
         assert [step.position[b].item() for step in mine] == (num_accepted >= 0).nonzero()[:, 0].tolist()
         for step in mine:
-            num_nodes = 1 + min(windows[b], 15 - step.position[b].item())
+            num_nodes = 1 + min(window, 15 - step.position[b].item())
             assert (step.links.depth[b] >= 0).sum() == num_nodes and step.links.depth[b].max() == num_nodes - 1
             accepted = list(range(1, 1 + step.num_accepted[b].item()))
             assert [node for node in step.accepted_nodes[b].tolist() if node >= 0] == accepted
@@ -233,7 +220,7 @@ class Broken(BagModel):
         return torch.where((rows[:, None] & (tokens == 3))[..., None], torch.nan, hidden)
 
 
-@pytest.mark.parametrize("m", [method("jacobi", window=4), method("jacobi", window="auto", guess="last"), VANILLA,
+@pytest.mark.parametrize("m", [method("jacobi", window=4), METHODS["jacobi"], VANILLA,
                                method("jacobi", window=4, refresh=2), method("jacobi", window=4, seed_exact=False)],
                          ids=lambda m: m.label)
 def test_logits_that_are_not_finite_end_an_image(m):
@@ -245,45 +232,6 @@ def test_logits_that_are_not_finite_end_an_image(m):
     assert torch.equal(broken.tokens[others], whole.tokens[others]) and broken.tau[1].isnan()
     if m.seed_exact or m is VANILLA:
         assert torch.equal(broken.tokens, plain(settings(), Broken(1)).tokens)
-
-
-# --- the window -------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("seconds, window", [
-    ({0: 1.0, 8: 9.0, 32: 33.0}, 0),                                     # a guess costs a token
-    ({0: 1.0, 8: 1.0, 32: 1.0}, 32), ({0: 1.0, 8: 1.01, 16: 1.01}, 16),  # guesses cost nothing
-    ({0: 1.0, 8: 1.4, 32: 9.0}, 8), ({0: 1.0, 8: 2.0, 32: 9.0}, 4),      # between timed windows
-    ({0: 1.0, 8: 2.45, 32: 9.0}, 0), ({0: 1.0, 8: 2.37, 32: 9.0}, 4),    # at least 15 % faster than none
-], ids=str)
-def test_the_window_with_the_most_tokens_a_second(monkeypatch, seconds, window):
-    monkeypatch.setattr(specvis.decoding.window, "TAU", {0: 1.0, 4: 1.96, 8: 2.6, 16: 3.5, 32: 4.5})
-    assert fastest_window(seconds) == window
-
-
-@pytest.mark.parametrize("cost, window", [(lambda nodes: float(nodes), 0), (lambda nodes: 1.0, L)],
-                         ids=["linear", "flat"])
-def test_auto_is_chosen_once_for_a_batch_and_the_tokens_are_plain_decodings(tiny, monkeypatch, cost,
-                                                                            window):
-    calls, drafted, prompts, sampling = [], [], [*PROMPTS, PROMPTS[0]], settings()
-    monkeypatch.setattr(specvis.decoding.facts, "_facts", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(specvis.decoding.jacobi, "step_timer", lambda target, requests: lambda window: (
-        calls.append(window), cost(1 + window))[1])
-    expected = tiny.tokens(prompts, "vanilla", sampling).tokens
-    for batch in (2, 2, B):  # fewer than the requests: a queue
-        decoded = tiny.tokens(prompts, "jacobi", sampling, batch=batch)
-        assert torch.equal(decoded.tokens, expected)
-        drafted.append(decoded.num_drafted.max().item())
-    timed = TIMED[:-1] * ROUNDS + (TIMED[-1:] * ROUNDS if window else ())  # where 8 does not pay, 32 is not tried
-    assert calls == [min(window, L) for window in timed * 2]
-    assert drafted == [max(0, window - 2)] * 3  # of the tokens after the first two
-
-
-def test_a_window_chosen_beside_a_wider_one():
-    model = Constant(0)
-    model.grid = 7
-    methods = [METHODS["jacobi"], method("jacobi", window=48)]
-    decoded = jacobi(methods, settings(temperature=0.0)[[0, 1]], model, rows=[0, 1])
-    assert decoded.tokens.eq(0).all() and decoded.target_forwards[1] == 2
 
 
 @pytest.mark.parametrize("m", [method("jacobi", window=1023), method("jacobi", window=1023, seed_exact=False)],
@@ -320,6 +268,7 @@ def test_a_target_that_is_not_causal_is_refused():
     ([METHODS["jacobi"]] * (B - 1), f"methods must be one, or one for each of the {B} requests, got {B - 1}"),
     ([METHODS["eagle2"]] * B, r"must be Jacobi decoding or vanilla \(speculative_decode .*\), got eagle2$"),
     ([METHODS["jacobi"]] * (B - 1) + [VANILLA], "methods must be of one family .*, got jacobi and vanilla"),
+    ([METHODS["jacobi"]] * (B - 1) + [method("jacobi", window=4)], "must be of one family .* jacobi and jacobi:window"),
     ([method("jacobi", seed_exact=False, k=3, delta=0.1)] * B, f"neighbors must be a table of C={VOCAB} rows"),
 ])
 def test_methods_that_do_not_fit_are_refused(methods, message):
@@ -334,7 +283,7 @@ def test_known_tokens_that_do_not_fit_are_refused():
 
 # --- by rejection -----------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("m", [coupled(), coupled(guess="last"), coupled(coupling="none")], ids=lambda m: m.label)
+@pytest.mark.parametrize("m", [coupled(), coupled(coupling="none")], ids=lambda m: m.label)
 def test_pictures_have_the_target_distribution(minute, m):
     assert m.lossless and abs(far_from_target(minute, m, UNFILTERED, requests=25_000)) < 4.5
 
@@ -343,7 +292,7 @@ def test_by_rejection_greedy_decoding_is_greedy_decoding(tiny):
     sampling = Sampling.of([1, 2, 3, 4], temperature=0.0)
     expected = tiny.tokens(PROMPTS, "vanilla", sampling)
     lending = [coupled(k=8, delta=1.0, residual=residual) for residual in ("optimal", "relaxed", "released")]
-    for m in (coupled(), coupled(coupling="none"), coupled(guess="last"), coupled(window=20), coupled(omega=0.5),
+    for m in (coupled(), coupled(coupling="none"), coupled(window=20), coupled(omega=0.5),
               coupled(omega=3.0), *lending, coupled(k=8, cutoff="ratio", delta=9.0), method("gsd", delta=1.0),
               method("gsd+coupled", delta=1.0)):
         decoded = tiny.tokens(PROMPTS, m, sampling)

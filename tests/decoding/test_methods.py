@@ -2,8 +2,9 @@
 import math
 
 import pytest
+import torch
 
-from specvis.decoding.method_parts import DRAFT_MODELS, MAX_WINDOW, USUAL_WINDOW, Acceptance, JacobiDrafts, StaticDrafts
+from specvis.decoding.method_parts import DRAFT_MODELS, USUAL_WINDOW, Acceptance, JacobiDrafts, StaticDrafts
 from specvis.decoding.methods import FRACTIONAL, METHODS, Method, method, parse_method, parse_methods, relaxing
 
 
@@ -35,9 +36,9 @@ from specvis.decoding.methods import FRACTIONAL, METHODS, Method, method, parse_
     ("cool-sd", {"omega": (1.0,) * 5, "nu": 0.7}, "nu must be 0 where omega is given level by level, got 0.7"),
     ("cool-sd", {"k": 10}, r"omega must be at least 1 at every level where neighbors lend .* got 0.1736 at the least"),
     ("lantern+optimal", {"omega": 0.9}, "omega must be at least 1 at every level where neighbors lend"),
-    ("jacobi", {"window": 0}, "window must be a whole number within 1..1023, or auto, got 0"),
-    ("jacobi", {"window": True}, "window must be a whole number within 1..1023, or auto, got True"),
-    ("jacobi", {"window": "all"}, "window must be a whole number within 1..1023, or auto, got 'all'"),
+    ("jacobi", {"window": 0}, "window must be a whole number within 1..1023, got 0"),
+    ("jacobi", {"window": True}, "window must be a whole number within 1..1023, got True"),
+    ("jacobi", {"window": "all"}, "window must be a whole number within 1..1023, got 'all'"),
     ("jacobi", {"guess": "below"}, "guess must be one of above, last, got 'below'"),
     ("jacobi", {"refresh": 9}, "refresh must be a whole number within 0..8, got 9"),
     ("jacobi", {"refresh": -1}, "refresh must be a whole number within 0..8, got -1"),
@@ -114,9 +115,7 @@ def test_how_methods_are_written():
 
 
 @pytest.mark.parametrize("text, expected", [
-    ("jacobi:window=8", {"window": 8}), ("jacobi:refresh=2", {"refresh": 2}), ("jacobi", {"window": "auto"}),
-    ("gsd:window=auto", {"window": "auto"}),
-    ("jacobi:guess=last", {"guess": "last"}),
+    ("jacobi:window=8", {"window": 8}), ("jacobi:refresh=2", {"refresh": 2}), ("jacobi", {"window": None}),
     ("jacobi:seed_exact=false:coupling=none", {"seed_exact": False, "coupling": "none"}),
     ("jacobi:seed_exact=false:omega=1.2:nu=0.1", {"seed_exact": False, "omega": 1.2, "nu": 0.1}),
     ("gsd:k=6:delta=0.2", {"k": 6, "delta": 0.2, "metric": "rank"}),
@@ -131,18 +130,28 @@ def test_labels_read_back(text, expected):
     assert m.label == text and parse_method(m.label) == m
 
 
+@pytest.mark.parametrize("text, device, pictures, window", [
+    ("jacobi", "cpu", 1, 4), ("jacobi", "cpu", 2, 2), ("jacobi", "cpu", 8, 2), ("jacobi", "cuda:1", 1, 16),
+    ("jacobi", torch.device("cuda"), 8, 16), ("jacobi:refresh=2", "cpu", 1, 4), ("jacobi:window=7", "cpu", 1, 7),
+    ("jacobi:seed_exact=false", "cpu", 1, 16), ("gsd", "cpu", 1, 15), ("vanilla", "cuda", 1, 0)])
+def test_the_window_where_none_is_named(text, device, pictures, window):
+    """By device and number of pictures, but for methods whose tokens depend on it."""
+    m = parse_method(text)
+    assert m.with_window(device, pictures).drafts.window == window
+    assert all(METHODS[name].with_window(device, pictures) is METHODS[name] for name in ("eagle2", "gsd"))
+
+
 def test_what_a_jacobi_method_is():
     m = METHODS["jacobi"]
-    assert [name for name in m.parameters if name not in relaxing(m)] == ["window", "guess", "refresh", "seed_exact"]
-    assert list(METHODS["gsd"].parameters) == ["window", "guess", "refresh", "seed_exact", "coupling", "k", "delta",
-                                               "cutoff", "metric", "omega", "nu", "residual"]
-    assert (m.drafts.window, m.max_depth, m.max_nodes, m.max_width) == ("auto", MAX_WINDOW, MAX_WINDOW + 1, 1)
+    assert [name for name in m.parameters if name not in relaxing(m)] == ["window", "refresh", "seed_exact"]
+    assert list(METHODS["gsd"].parameters) == ["window", "refresh", "seed_exact", "coupling", "k", "delta", "cutoff",
+                                               "metric", "omega", "nu", "residual"]
+    assert (m.drafts.window, m.max_depth, m.max_nodes, m.max_width) == (None, USUAL_WINDOW, USUAL_WINDOW + 1, 1)
     assert method("jacobi", window=5).max_nodes == 6
-    assert method("jacobi", seed_exact=False).max_depth == USUAL_WINDOW  # the tokens must not go by the clock
     assert method("jacobi", refresh=1).family != method("jacobi", refresh=2).family
     relaxed = method("jacobi", seed_exact=False, window=5, omega=1.5)
-    assert relaxed.omegas == (1.5,) * 5 and relaxed.family == method("jacobi", seed_exact=False, window=9).family
-    assert len({m.family, relaxed.family, method("jacobi", guess="last").family, METHODS["gsd"].family,
+    assert relaxed.omegas == (1.5,) * 5 and relaxed.family == relaxed.changed(omega=2.0).family
+    assert len({m.family, relaxed.family, method("jacobi", window=5).family, METHODS["gsd"].family,
                 method("jacobi", seed_exact=False, coupling="none").family}) == 5
     assert METHODS["gsd"].family != METHODS["gsd+coupled"].family
     assert METHODS["gsd"].num_neighbors == 0  # the target's own order is no table

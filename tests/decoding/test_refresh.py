@@ -73,47 +73,44 @@ class WrittenOut:
     def num_accepted(self, m, known):
         """How many guesses each step accepted, by the position of its first token."""
         L, columns, n, result = num_tokens(self.target), rows_and_columns(self.target.grid)[1], len(known), {}
-        W, refresh, from_last = min(m.drafts.window, L), m.drafts.refresh, m.drafts.guess == "last"
+        W, refresh = min(m.drafts.window, L), m.drafts.refresh
         self.x = x = [*known, *[0] * (4 * L)]
         if n == L:
             return result
-        above = {p: self.row(self.target, min(p, n)) for p in range(max(0, n + 1 - columns), n + columns)}
-        for p in range(n, n + (1 + W if from_last else columns)):
-            x[p] = self.draw(above[n], p)
-        for p in () if from_last else above:
-            x[p + columns] = self.draw(above[p], p + columns)
+        x[n] = self.draw(self.row(self.target, n), n)
+        for p in range(n + 1, n + 1 + max(columns, 1 + W)):
+            x[p] = self.draw(self.row(self.target, p - columns if 0 <= p - columns <= n else n), p)
         before, n = self.redraw(n + 1, W, refresh), n + 1
         while n < L:
             rows = [self.row(self.target, n + j) for j in range(1 + W)]
             drawn = [self.draw(row, n + j) for j, row in enumerate(rows)]
             a = next((j for j in range(W) if drawn[j] != x[n + j]), W)
-            for j in () if from_last else range(1 + W):
+            for j in range(1 + W):
                 x[n + j + columns] = self.draw(rows[j], n + j + columns)
             x[n:n + 1 + W] = drawn
-            for p in range(n + 1 + W, n + 2 + 2 * W) if from_last else ():
-                x[p] = self.draw(rows[W], p)
             result[n] = min(a, L - 1 - n)
             before, n = self.redraw(n + 1 + a, W, refresh, rows[1 + a:], before[1 + a:]), n + 1 + a
         return result
 
 
-@pytest.mark.parametrize("refresh, guess", [(1, "above"), (2, "above"), (3, "last")])
+@pytest.mark.parametrize("refresh", [1, 3])
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("model", [BagModel, RowsModel, Unguided], ids=lambda model: model.__name__)
-def test_the_guesses_are_those_written_out(monkeypatch, model, refresh, guess):
-    """Every guess counts: a step accepts as many as are right. Requests of many windows, some of which are begun."""
+def test_the_guesses_are_those_written_out(monkeypatch, model, window, refresh):
+    """Every guess counts: a step accepts as many as are right. Some of the images are begun."""
     monkeypatch.setattr(specvis.decoding.graphs, "BUCKET", 1)  # no column is read that need not be
     target, small = model(1), near(model(1))
     sampling = settings(**VARIED | ({"guidance": 1.0} if model is Unguided else {}))
-    methods = [method("jacobi", window=window, refresh=refresh, guess=guess) for window in WINDOWS]
+    m = method("jacobi", window=window, refresh=refresh)
     tokens, L = decode(target, CONDITION, PADDING_MASK, sampling).tokens, num_tokens(target)
     for counts in ([0] * B, [0, 5, L, 3, 11]):
-        decoded = jacobi(methods, sampling, target, draft_model=small_draft_model(small),
+        decoded = jacobi(m, sampling, target, draft_model=small_draft_model(small),
                          known_tokens=begun(tokens, counts))
         assert torch.equal(decoded.tokens, tokens)
         for b, count in enumerate(counts):
-            alone = jacobi([methods[b]], sampling[[b]], target, [b], known_tokens=tokens[[b], :count],
+            alone = jacobi(m, sampling[[b]], target, [b], known_tokens=tokens[[b], :count],
                            draft_model=small_draft_model(Within(small), [b]))
-            expected = WrittenOut(target, small, sampling, b).num_accepted(methods[b], tokens[b, :count].tolist())
+            expected = WrittenOut(target, small, sampling, b).num_accepted(m, tokens[b, :count].tolist())
             for num_accepted in (decoded.num_accepted[b], alone.num_accepted[0]):
                 assert {p: n for p, n in enumerate(num_accepted.tolist()) if n >= 0} == expected, b
 
@@ -218,11 +215,3 @@ def test_draft_models_that_do_not_fit_are_refused(tiny):  # noqa: F811
             (small.select([0, 1]), r"padding_mask must be bool \(R=8, prefix_len=3\)")):
         with pytest.raises(ValueError, match=f"draft_model.?{message}"):
             jacobi_decode(tiny.gpt, condition, padding_mask, sampling, m, draft_model=draft_model)
-
-
-def test_without_guesses_the_small_model_reads_nothing(tiny, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("specvis.decoding.jacobi.auto_window", lambda *_: 0)
-    monkeypatch.setattr("specvis.decoding.refresh.Refresh.read", lambda *_: pytest.fail("it read"))
-    m = method("jacobi", refresh=2)
-    decoded = tiny.tokens(PROMPTS[:2], m, tiny.sampling(seeds=[0, 1]), finished=lambda *_: None)
-    assert (decoded.target_forwards == tiny.num_tokens).all()

@@ -6,9 +6,9 @@ import torch
 
 from specvis.decoding.baseline import decode
 from specvis.decoding.draft_model import EagleDraftModel, SmallDraftModel
-from specvis.decoding.facts import facts_of
 from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import METHODS, method
+from specvis.decoding.requests import _is_causal
 from specvis.decoding.sampling import Sampling, cfg_inputs
 from specvis.decoding.speculative import speculative_decode
 from specvis.models.eagle import EagleHead
@@ -84,7 +84,7 @@ def test_models_and_conditions_that_do_not_fit_are_refused(tiny, monkeypatch, de
     given = {"target": tiny.gpt, "condition": condition, "padding_mask": padding_mask,
              "sampling": Sampling.of([0] * 4)} | wrong(tiny, condition, padding_mask)
     if decoding == "jacobi_decode":
-        facts_of(given["target"])["is_causal"] = True  # to find this out, the model is read
+        _is_causal[given["target"]] = [True]  # to find this out, the model is read
     monkeypatch.setattr(type(tiny.gpt), "forward", lambda *_: pytest.fail("it was read"))
     with pytest.raises(ValueError, match=message):
         if decoding == "decode":

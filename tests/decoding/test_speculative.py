@@ -78,7 +78,7 @@ def assert_same_tokens(pipeline, prompts, tokens, expected, sampling):
 @pytest.mark.parametrize("m", [
     *SEED_EXACT, method("eagle2", depth=7, width=3, nodes=9), method("speculative", seed_exact=True, depth=7),
     method("eagle1", seed_exact=True, tree="naive_extend_57"), method("adt-tree", start="tokenflock"),
-    method("speculative", seed_exact=True, draft_guidance=0.0), method("jacobi", window=3, guess="last"),
+    method("speculative", seed_exact=True, draft_guidance=0.0), method("jacobi", window=3),
 ], ids=lambda m: m.label)
 def test_seed_exact_is_the_baseline_token_for_token(twins, m, settings):
     sampling, other = Sampling.of([1, 2, 3, 4], **settings), Sampling.of([5, 6, 7, 8], **settings)
@@ -291,7 +291,7 @@ def test_every_op_forced_to_the_oracle_gives_the_same_tokens(tiny, monkeypatch, 
         "guided_probs", "philox_uniforms", "resample_gaussian", "sample_residual", "select_tree", "token_log_probs",
         "tree_links", "verify_logits"}
     assert [module.__name__ for module, op in forced if op == "tree_links"] == [
-        f"specvis.decoding.{name}" for name in ("draft_tree", "jacobi", "trees")]
+        f"specvis.decoding.{name}" for name in ("draft_tree", "jacobi")]
     for module, op in forced:
         monkeypatch.setattr(module, op, partial(getattr(module, op), backend="oracle"))
     oracles = tiny.tokens(PROMPTS, m, sampling)

@@ -133,7 +133,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr(Recorded, "num_replays", 0)
 
 
-METHODS = ["vanilla", "jacobi:window=5", "jacobi:window=3:guess=last", "jacobi:window=5:seed_exact=false",
+METHODS = ["vanilla", "jacobi:window=5", "jacobi:window=5:seed_exact=false",
            "jacobi:window=5:refresh=2", "eagle1", "eagle1:seed_exact=true", "eagle2", "lantern:k=8", "adt-tree",
            "cool-sd"]
 MORE = ["gsd", "gsd+coupled", "speculative:omega=1.5", "adt-tree+lantern:k=8"]

@@ -227,7 +227,7 @@ def written_out(target, settings):
     return torch.tensor(images)
 
 
-SAME = [method("jacobi", window=5), method("jacobi", window=3, guess="last"), method("jacobi"),
+SAME = [method("jacobi", window=5), method("jacobi"),
         method("eagle2", draft_model="small", depth=3, width=3, nodes=10),
         method("adt-tree", draft_model="small", nodes=10),
         method("speculative", draft_model="small", seed_exact=True)]

@@ -4,7 +4,7 @@ import pytest
 from tests.decoding import test_continuous, test_driver, test_step
 from tests.decoding.conftest import pair  # noqa: F401
 from tests.decoding.conftest import tiny as tiny_target  # noqa: F401
-from tests.decoding.test_driver import NAMES, UNTIMED, tiny  # noqa: F401
+from tests.decoding.test_driver import NAMES, tiny  # noqa: F401
 from tests.decoding.toys import METHODS
 from tests.laws import test_at_the_door
 
@@ -30,13 +30,13 @@ def test_requests_of_a_queue_may_be_begun_or_whole(tiny, name, counts):  # noqa:
     test_driver.test_requests_of_a_queue_may_be_begun_or_whole(tiny, name, counts)
 
 
-@pytest.mark.parametrize("name", UNTIMED)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_device_may_be_looked_at_now_and_then(tiny, monkeypatch, name):  # noqa: F811
     test_driver.test_the_device_may_be_looked_at_now_and_then(tiny, monkeypatch, name)
 
 
 @pytest.mark.parametrize("batch", [2, 3])
-@pytest.mark.parametrize("name", UNTIMED)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_request_that_fails_leaves_its_place_clean(tiny, monkeypatch, name, batch):  # noqa: F811
     test_driver.test_a_request_that_fails_leaves_its_place_clean(tiny, monkeypatch, name, batch)
 

@@ -22,7 +22,7 @@ def test_pictures_have_the_target_distribution(minute, m, settings):  # noqa: F8
     assert m.lossless and abs(far_from_target(minute, m, settings)) < 4.5
 
 
-@pytest.mark.parametrize("m", [coupled(window=2), coupled(), coupled(guess="last"), coupled(coupling="none"),
+@pytest.mark.parametrize("m", [coupled(window=2), coupled(), coupled(coupling="none"),
                                coupled(omega=0.5), method("jacobi", window=2)], ids=lambda m: m.label)
 def test_pictures_by_jacobi_have_the_target_distribution(minute, m):  # noqa: F811
     assert m.lossless and abs(far_from_target(minute, m, UNFILTERED)) < 4.5
@@ -46,7 +46,7 @@ def test_the_distribution_test_rejects_relaxed_jacobi(minute, m):  # noqa: F811
 
 def test_the_distribution_test_rejects_rows_of_the_wrong_iteration(minute, monkeypatch):  # noqa: F811
     """The row that a guess was drawn from is the one of the last forward, not its first one."""
-    keep = specvis.decoding.coupling.Coupling.keep_rows
-    monkeypatch.setattr(specvis.decoding.coupling.Coupling, "keep_rows",
-                        lambda self, positions, probs: keep(self, positions, probs.roll(1, 1)))
+    put = specvis.decoding.coupling.RowRing.put
+    monkeypatch.setattr(specvis.decoding.coupling.RowRing, "put",
+                        lambda self, positions, rows: put(self, positions, rows.roll(1, 1)))
     assert far_from_target(minute, coupled(), UNFILTERED) > 10

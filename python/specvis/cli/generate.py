@@ -3,6 +3,7 @@ import math
 import re
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import click
 import torch
 from PIL import Image
 
-from ..decoding.methods import CONTINUOUS, METHODS, ContinuousMethod, parse_method
+from ..decoding.methods import CONTINUOUS, METHODS, ContinuousMethod, Method, parse_method
 from ..files import locked, write_whole
 from ..pipelines.checkpoint import fingerprint, read_settings
 from ..terminal import printable
@@ -122,13 +123,15 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
     requests = [PictureRequest(i, *line, seed + i) for i, line in
                 enumerate(line for line in lines.items() for _ in range(count))]
     drawing.sampling(requests)  # settings out of their range are found before the model is read
+    at_once = min(batch, len(requests)) if file else len(requests)
+    drawing = replace(drawing, method=method.with_window(device, at_once))
     if animate:
         if len(requests) > MAX_ANIMATED:
             raise ValueError(f"animate must be given with at most {MAX_ANIMATED} pictures, got {len(requests)}")
         draw_animation(drawing, requests, writable_file(animate, "animate"))
     elif file:
         many(drawing, requests, out or Path("pictures"), workers, cpus_per_worker, gpus_per_worker,
-             settings_of(drawing, seed, count))
+             settings_of(drawing, method, seed, count))
     else:
         side_by_side(drawing, requests, writable_file(out or Path("specvis.png")))
 
@@ -220,7 +223,7 @@ def told(drawing: Drawing, requests: list[PictureRequest], target_forwards: torc
     """What was saved, and whether the pictures are the baseline's."""
     is_the_baselines = (is_exact(drawing.method, drawing.temperature) and not drawing.method.is_baseline
                         and not tau.isnan().any())
-    return (f"{target_forwards.float().mean():.0f} target forwards a picture, "
+    return (f"by {drawing.method.label}, {target_forwards.float().mean():.0f} target forwards a picture, "
             f"tau {tau.nanmean():.2f} tokens a forward"
             + (f"; same picture{'s' * (len(requests) > 1)} as --method vanilla --seed {requests[0].seed}"
                if is_the_baselines else ""))
@@ -230,11 +233,13 @@ def say_failed(which: str, seed: int) -> None:
     click.echo(printable(f"picture {which} (seed {seed}) ended early: the model's output was not finite"), err=True)
 
 
-def settings_of(drawing: Drawing, seed: int, count: int) -> dict:
-    """What the pictures of a folder have in common. The device is not among it, nor how many are drawn at once."""
+def settings_of(drawing: Drawing, method: Method | ContinuousMethod, seed: int, count: int) -> dict:
+    """What the pictures of a folder have in common. The device is not among it, nor how many are drawn at once; what
+    `method` is with the window for these is only noted."""
     encoder = drawing.text_encoder or read_settings(drawing.model).text_encoder
     settings = vars(drawing) | {"specvis": version("specvis"), "model": fingerprint(drawing.model),
-                                "folder": str(drawing.model), "method": drawing.method.label, "seed": seed, "n": count,
+                                "folder": str(drawing.model), "method": method.label,
+                                "drawn_by": drawing.method.label, "seed": seed, "n": count,
                                 "text_encoder": encoder and fingerprint(Path(encoder))}
     return {name: value for name, value in settings.items() if name not in ("file", "device", "batch")}
 

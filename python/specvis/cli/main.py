@@ -18,7 +18,7 @@ from .commands import Commands  # noqa: E402
     "generate": "Draw pictures of a prompt, side by side, or of each prompt of a file.",
     "convert": "Make a folder for --model from published checkpoints.",
     "compare": "Run methods side by side: pictures, plots, a table.",
-    "tune": "Find the fastest method within a budget of fidelity, or the most faithful that is fast enough.",
+    "tune": "Find the fastest window of jacobi for a model on this machine.",
 }, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(package_name="specvis")
 def main():

@@ -13,7 +13,7 @@ from ..files import write_whole
 from .many import Picture, PictureRequest
 
 FILE = "manifest.jsonl"
-NOTED = ("folder",)  # no picture depends on these settings
+NOTED = ("folder", "drawn_by")  # no picture depends on these settings
 TYPES = {"number": int, "prompt": str, "file": str | None, "bytes": int, "failed": bool}  # fields of a picture's line
 
 

@@ -1,6 +1,7 @@
 """What `specvis compare` runs: methods on the same prompts and seeds, as a batch and one by one; are they the same?"""
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import truediv
 
@@ -86,11 +87,23 @@ def run_all(pipelines: Pipelines, runs: list[ComparedRun], prompts: list[str], s
         baselines = {(type(r.method), r.temperature): r for r in results if r.method.is_baseline}
         for result in results:
             result.baseline = baselines.get((type(result.method), result.temperature))
-        discrete = [r for r in results if isinstance(r.method, Method)]
-        for i in alone:
-            for result in sorted(discrete, key=lambda r: (r.temperature, not r.method.is_baseline)):
-                result.single_seconds.append(decode_alone(pipelines[Method], result, prompts, i, progress))
+        discrete = sorted((r for r in results if isinstance(r.method, Method)),
+                          key=lambda r: (r.temperature, not r.method.is_baseline))
+        works = [lambda i, run=run: decode_alone(pipelines[Method], run, prompts, i, progress) for run in discrete]
+        for result, seconds in zip(discrete, timed_in_turns(works, len(alone))):
+            result.single_seconds = seconds
     return results
+
+
+def timed_in_turns(works: list[Callable[[int], None]], turns: int) -> list[list[float]]:
+    """The seconds of each work in each turn. Other load on the machine slows the works of one turn alike."""
+    seconds = [[] for _ in works]
+    for turn in range(turns):
+        for work, own in zip(works, seconds):
+            start = time.perf_counter()
+            work(turn)
+            own.append(time.perf_counter() - start)
+    return seconds
 
 
 def decode_together(pipeline: Pipeline | MARPair, run: ComparedRun, prompts: list[str],
@@ -104,12 +117,9 @@ def decode_together(pipeline: Pipeline | MARPair, run: ComparedRun, prompts: lis
                           model_seconds=clock.seconds)
 
 
-def decode_alone(pipeline: Pipeline, run: ComparedRun, prompts: list[str], i: int, progress: Steps) -> float:
-    """How many seconds the i-th picture takes alone."""
+def decode_alone(pipeline: Pipeline, run: ComparedRun, prompts: list[str], i: int, progress: Steps) -> None:
     progress.begin(f"{run.purpose}{run.label}, picture {i + 1} alone", pipeline.num_tokens)
-    start = time.perf_counter()
     pipeline.tokens([prompts[i]], run.method, run.sampling[[i]], progress.update)
-    return time.perf_counter() - start
 
 
 class ModelClock:
