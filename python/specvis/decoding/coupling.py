@@ -60,16 +60,16 @@ class Coupling(BatchState):
                  window: int, any_greedy: bool):
         """window: how many guesses a step reads; any_greedy: may a request have temperature 0, now or later?"""
         base, device = methods[0], sampling.seeds.device
-        B, L, self.acceptance, self.target = len(methods), num_tokens(target), base.acceptance, target
-        self.num_tokens, self.columns = L, rows_and_columns(target.grid)[1]
+        self.acceptance, self.target, self.seeds = base.acceptance, target, sampling.seeds
+        self.num_tokens, self.columns = num_tokens(target), rows_and_columns(target.grid)[1]
         # at temperature 0 nothing is lent: a guess is kept if it is the likeliest token
         deltas = [0.0 if greedy else m.acceptance.delta for m, greedy in zip(methods, sampling.greedy.tolist())]
         self.delta = torch.tensor(deltas, dtype=torch.float32, device=device)
         rule = acceptance_rule(methods, neighbors, target, base.max_depth, device)
         self.rule = rule if rule.neighbors is None else rule._replace(delta=self.delta)
         self.is_greedy, self.any_greedy = sampling.greedy[:, None, None], any_greedy
-        self.seeds = sampling.seeds
-        rows = torch.zeros(B, self.columns + 2 * window + 2, target.vocab_size, dtype=torch.float32, device=device)
+        shape = len(methods), self.columns + 2 * window + 2, target.vocab_size
+        rows = torch.zeros(shape, dtype=torch.float32, device=device)
         self.rows = RowRing(rows)
         self.excess = RowRing(torch.zeros_like(rows[..., 0]))  # of the tests that kept a guess so far
 
@@ -80,13 +80,17 @@ class Coupling(BatchState):
         likeliest = torch.zeros_like(probs).scatter_(-1, probs.argmax(-1, keepdim=True), 1.0)
         return torch.where(self.is_greedy & (status == 0)[..., None], likeliest, probs)
 
+    def uniforms(self, position: Tensor, n: int, stream: int) -> Tensor:
+        """The random numbers (B, n) of the step whose first token is at position (B,)."""
+        return uniforms_at(self.seeds, position.clamp(max=self.num_tokens - 1), n, stream)
+
     def couple(self, probs: Tensor, status: Tensor, guesses: Tensor, positions: Tensor) -> Coupled:
         """Keep the guesses (B, N) for the positions (B, N), or draw them anew, from probs (B, N, V).
 
         The last one, and what is after the image's last token, is always drawn anew.
         """
         probs, N = self.exact(probs, status), guesses.shape[1]
-        uniforms = uniforms_at(self.seeds, positions[:, 0], 2 * N, ACCEPT).unflatten(1, (-1, 2))
+        uniforms = self.uniforms(positions[:, 0], 2 * N, ACCEPT).unflatten(1, (-1, 2))
         fresh = sample_residual(probs.flatten(0, 1), None, uniforms[..., 1].flatten()).tokens.view(guesses.shape)
         tested = self.test(probs[:, :-1], guesses[:, :-1], positions[:, :-1], uniforms[:, :-1])
         index = torch.arange(N, device=guesses.device)
@@ -115,7 +119,7 @@ class Coupling(BatchState):
         return (tv_excess * is_final).sum(1)
 
     def guess(self, position: Tensor, last: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Guess the n positions after last (B, 1), the last ones that have rows, after a step from position (B, 1) on.
+        """Guess the n positions after last (B, 1), the last ones that have rows, after a step from position (B,) on.
 
         They are drawn from the rows above them, or from the last row; where other ids are allowed there, as before a
         forced token, they are drawn evenly from the ids that are allowed at the position. So every guess is an allowed
@@ -131,7 +135,7 @@ class Coupling(BatchState):
             rows = torch.where(is_other, is_inside / is_inside.sum(-1, keepdim=True), rows)
         self.rows.put(positions, rows)
         self.excess.put(positions, torch.zeros_like(rows[..., 0]))
-        uniforms = uniforms_at(self.seeds, position[:, 0], n, DRAFT)
+        uniforms = self.uniforms(position, n, DRAFT)
         return positions, sample_residual(rows.flatten(0, 1), None, uniforms.flatten()).tokens.view(positions.shape)
 
 

@@ -190,9 +190,9 @@ class JacobiState(RunningBatch):
         index, is_step = torch.arange(L, device=num_accepted.device), num_accepted >= 0
         failed = (self.status[:, :L] * (index >= self.num_known[:, None])).cumsum(1) > 0
         num_drafted = torch.where(is_step, (L - 1 - index).clamp(max=self.settings.window), 0)
-        return Decoded(self.tokens[:, :L].masked_fill(failed, 0), *(account.cpu() for account in (
-            self.num_known, 1 + is_step.sum(1), num_accepted, num_drafted, self.tv_excess, failed[:, -1])),
-            decoded_log_probs(self.log_probs, self.num_known, failed))
+        accounts = self.num_known, 1 + is_step.sum(1), num_accepted, num_drafted, self.tv_excess, failed[:, -1]
+        return Decoded(self.tokens[:, :L].masked_fill(failed, 0), *(account.cpu() for account in accounts),
+                       decoded_log_probs(self.log_probs, self.num_known, failed))
 
 
 def prefill(state: JacobiState, condition: Tensor, known_tokens: Tensor | None) -> None:
@@ -229,9 +229,9 @@ def guess_from(state: JacobiState, hidden: Tensor) -> None:
     if state.coupling:
         above = (newest - settings.index[:settings.columns].flip(0)).clamp(min=0)
         logits = target.logits(take_nodes(hidden, above))
-        probs, status = guided_probs(**sampling.rows(logits), id_range=id_range(target, above))
-        state.coupling.rows.put(above, state.coupling.exact(probs, status))
-        positions, tokens = state.coupling.guess(newest, newest, settings.window)
+        probs = guided_probs(**sampling.rows(logits), id_range=id_range(target, above))
+        state.coupling.rows.put(above, state.coupling.exact(*probs))
+        positions, tokens = state.coupling.guess(newest[:, 0], newest, settings.window)
     else:
         positions = newest + settings.index[1:]
         logits = target.logits(take_nodes(hidden, row_above(positions, newest, settings.columns)))
@@ -285,8 +285,8 @@ def verify(state: JacobiState, chain: Chain, logits: Tensor) -> DrawTokensResult
     """
     settings, ids = state.settings, id_range(state.settings.target, chain.positions)
     if state.coupling:
-        probs, status = guided_probs(**settings.sampling.rows(logits), id_range=ids)
-        return state.coupling.couple(probs, status, chain.guesses, chain.positions)
+        probs = guided_probs(**settings.sampling.rows(logits), id_range=ids)
+        return state.coupling.couple(*probs, chain.guesses, chain.positions)
     return settings.sampling.draw(logits, chain.positions, ids, chain.guesses, settings.ahead)
 
 
@@ -315,7 +315,7 @@ def update(state: JacobiState, chain: Chain, logits: Tensor, verified: DrawToken
     state.advance(num_accepted, verified.status)
     if state.coupling:
         state.tv_excess += verified.tv_excess
-        positions, tokens = state.coupling.guess(position[:, None], chain.positions[:, -1:], N)
+        positions, tokens = state.coupling.guess(position, chain.positions[:, -1:], N)
         state.tokens.scatter_(1, positions, tokens)
     if state.refresh:
         state.refresh.redraw(state, position, num_accepted, state.graph_key.max_count, logits)
