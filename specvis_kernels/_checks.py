@@ -170,19 +170,7 @@ def check_eps(name: str, value: float, hint: str = "") -> None:
         raise ValueError(f"{name} must be a number >= 0 that fits into float32, got {got}")
 
 
-def check_apart(op: str, tensors: list[tuple[Tensor, bool]]) -> None:
-    """Raise ValueError if a tensor that is written to (True) shares memory with another one."""
-    ends = {}  # storage -> where its tensors so far end, and where its written ones end
-    ranges = [(t.storage_offset() * t.itemsize, (t.storage_offset() + t.numel()) * t.itemsize,
-               t.untyped_storage()._cdata, is_written) for t, is_written in tensors if t.numel()]
-    for start, end, storage, is_written in sorted(ranges):
-        last, last_written = ends.get(storage, (0, 0))
-        if start < (last if is_written else last_written):
-            raise ValueError(f"{op}: an argument that is written to shares memory with another one")
-        ends[storage] = max(last, end), max(last_written, end if is_written else 0)
-
-
-def readable(tensor: Tensor, is_written: bool) -> Tensor:
+def readable(tensor: Tensor) -> Tensor:
     """`tensor`, or a copy if it is a negative view, or if its elements are not on multiples of their size.
 
     PyTorch's dispatcher copies negative views, but Triton is called without it. GPUs read no misaligned memory, and a
@@ -192,8 +180,6 @@ def readable(tensor: Tensor, is_written: bool) -> Tensor:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} has lost its memory: its storage was freed")
     if tensor.data_ptr() % tensor.itemsize == 0 and not tensor.is_neg():
         return tensor
-    if is_written:
-        raise ValueError("a tensor that is written to must have aligned elements, and not be a negative view")
     return tensor.resolve_neg().clone()
 
 

@@ -11,27 +11,25 @@ Each op is one torch.library op, `torch.ops.specvis_kernels.<op>`:
 
 PyTorch prefers a device's own key to the composite one. So where a kernel is missing the oracle answers, and on the
 ordinary path Python chooses nothing. _libraries.py loads the compiled kernels, _checks.py checks arguments, and
-_vmap.py says what torch.func.vmap does.
+_vmap.py says what torch.func.vmap does. _mutating.py has what the four ops that write to arguments need beside.
 
 Most ops report on each row or request in `status` (int32), by the bits of status.py. These do not:
 codebook_neighbors, commit_kv, commit_tokens, philox_uniforms, rms_norm, rotate_into_cache, swiglu, tree_attention,
-tree_from_mask, tree_from_paths, tree_mask, tree_paths, and those of whole layers.
-
-An op that writes to arguments says so in its schema: Tensor(a!) and Tensor(a!)[]. Its meta and its outputs do not name
-them. Then torch.compile, fake tensors and the version counters of written tensors work as for torch's own operations.
+tree_from_mask, tree_mask, and those of whole layers.
 """
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from ._checks import check_apart, is_traced, readable
+from ._checks import is_traced, readable
 from ._libraries import load_libraries
+from ._mutating import guard
 from ._vmap import batching_rule
 from .status import check_status
 
@@ -68,39 +66,31 @@ def define(name: str, *, oracle: Callable, meta: Callable, result: type | None =
         raise TypeError(f"the oracle of {name} must have no defaults: torch leaves out arguments that equal them")
     oracle.__annotations__["return"] = Tensor if result is None else tuple[(Tensor,) * len(result._fields)]
     _library.define(torch.library.infer_schema(oracle, op_name=name, mutates_args=writes))
-    op = getattr(getattr(torch.ops, NAMESPACE), name).default
-    names = list(parameters)
+    op, names = getattr(getattr(torch.ops, NAMESPACE), name).default, list(parameters)
     written = [names.index(argument) for argument in writes]
     dense = [i for i, argument in enumerate(names)
              if kinds[argument] in (Tensor, Tensor | None) and argument not in (*writes, *strided)]
-    meta_reads = [names.index(argument) for argument in inspect.signature(meta).parameters]
-
-    def built(key):
-        return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key)
-
-    kernels = _kernels[name] = {"oracle": _refusing_overlap(name, _undisturbed(oracle, written), written)}
-    if built("CPU"):
-        kernels["cpu"] = op
-    if built("CUDA"):
-        kernels["cuda"] = op
+    kernels = _kernels[name] = {"oracle": _undisturbed(oracle)}
+    for key in ("CPU", "CUDA"):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+            kernels[key.lower()] = op
     if find_spec("triton") and find_spec(f".triton.{name}", __package__):
-        kernels["triton"] = _refusing_overlap(name, _triton_kernel(name, written), written)
+        kernels["triton"] = _triton_kernel(name)
+    if written:
+        guard(kernels, op, written, _library)
 
+    meta_reads = [names.index(argument) for argument in inspect.signature(meta).parameters]
     _library.impl(name, kernels["oracle"], "CompositeExplicitAutograd")
-    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # inference only: no output asks for gradients
     if "triton" in kernels and "cuda" not in kernels:
         _library.impl(name, kernels["triton"], "CUDA")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: meta(*(args[i] for i in meta_reads)),
-                                lib=_library)
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # inference only: no output asks for gradients
+    torch.library.register_fake(op, lambda *args: meta(*(args[i] for i in meta_reads)), lib=_library)
+    torch.library.register_vmap(op, batching_rule(op, batch, written), lib=_library)
+    return _caller(op, kernels, result, dense)
 
-    def count_versions(keyset, *args):  # as torch's own in-place operations do, for autograd's saved tensors
-        for i in written:
-            torch.autograd.graph.increment_version([t for t in _tensors([args[i]]) if not t.is_inference()])
-        return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
 
-    torch.library.register_vmap(f"{NAMESPACE}::{name}", batching_rule(op, batch, written), lib=_library)
-    if written:
-        _library.impl(name, count_versions, "ADInplaceOrView", with_keyset=True)
+def _caller(op, kernels: dict[str, Callable], result: type | None, dense: list[int]) -> Callable:
+    name, has_status = op._schema.name.partition("::")[2], result is not None and result._fields[-1] == "status"
 
     def forced(backend, args):
         device = next(a for a in args if isinstance(a, Tensor)).device.type
@@ -109,8 +99,6 @@ def define(name: str, *, oracle: Callable, meta: Callable, result: type | None =
                              f"for {device} tensors here, got {backend!r}")
         with torch.no_grad():
             return kernels[backend](*args)
-
-    has_status = result is not None and result._fields[-1] == "status"
 
     def call(backend, *args):
         for i in dense:
@@ -130,29 +118,20 @@ def checks(output: Tensor) -> bool:
     return CHECKS and not is_traced(output)
 
 
-def _triton_kernel(name: str, written: list[int]) -> Callable:
+def _triton_kernel(name: str) -> Callable:
     def triton(*args):  # imported at the first call: Triton takes a second or two to import
         kernel = getattr(import_module(f".triton.{name}", __package__), name)
-        args = [[readable(each, i in written) for each in a] if isinstance(a, (list, tuple)) else
-                readable(a, i in written) if isinstance(a, Tensor) else a for i, a in enumerate(args)]
+        args = [list(map(readable, a)) if isinstance(a, (list, tuple)) else readable(a) if isinstance(a, Tensor) else a
+                for a in args]
         with torch.cuda.device_of(next(a for a in args if isinstance(a, Tensor))):  # Triton launches on the current one
             return kernel(*args)
 
     return triton
 
 
-def _tensors(args: Iterable) -> list[Tensor]:
-    """The tensors among arguments, and those of lists among them."""
-    return [a for arg in args for a in (arg if isinstance(arg, (list, tuple)) else [arg]) if isinstance(a, Tensor)]
-
-
-def _undisturbed(oracle: Callable, written: list[int]) -> Callable:
-    """`oracle`, in the precision of its tensors and with subnormal numbers, whatever the program around it has set.
-    Only inference mode lets torch's operations write to an inference tensor."""
+def _undisturbed(oracle: Callable) -> Callable:
+    """`oracle`, in the precision of its tensors and with subnormal numbers, whatever the program around it has set."""
     def undisturbed(*args):
-        if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in _tensors(args[i] for i in written)):
-            with torch.inference_mode():
-                return undisturbed(*args)
         device = next(a for a in args if isinstance(a, Tensor)).device.type
         is_flushing = sys.float_info.min / 2 == 0  # no denormal literal: the parser of one may be flushing, too
         try:
@@ -167,16 +146,6 @@ def _undisturbed(oracle: Callable, written: list[int]) -> Callable:
                 torch.set_flush_denormal(True)
 
     return undisturbed
-
-
-def _refusing_overlap(name: str, kernel: Callable, written: list[int]) -> Callable:
-    """`kernel`, which first refuses a written argument that shares memory with another one."""
-    def checked(*args):
-        if not torch.compiler.is_compiling():
-            check_apart(name, [(a, i in written) for i, arg in enumerate(args) for a in _tensors([arg])])
-        return kernel(*args)
-
-    return checked if written else kernel
 
 
 def ops() -> list[str]:
