@@ -3,6 +3,7 @@ import torch
 
 from tests.cases.common import CASES, DEVICE
 
+# Each variant; requests of different temperatures and numbers of drafts.
 CASES["accept_gaussian"] = [
     (1, 1, 1),
     (2, 5, 16),
@@ -35,6 +36,7 @@ def accept_gaussian(B, G, C, options=None):
     return tuple(None if a is None else a.to(DEVICE) for a in args), options
 
 
+# Each variant; fewer and more tries than tokens; requests of different temperatures.
 CASES["resample_gaussian"] = [
     (1, 1, 1, 1),
     (2, 5, 16, 20),

@@ -12,6 +12,7 @@ from specvis_kernels import (
 )
 from tests.cases.common import CASES, DEVICE, TOLERANCES, ancestors_of, random_parents
 
+# As many heads of q as of keys, and more; each dtype; more nodes than a tile; a padded condition.
 CASES["tree_attention"] = [
     (1, 1, 1, 1, 16),
     (2, 7, 4, 2, 32, {"mask": True}),
@@ -45,6 +46,8 @@ def branch_scale(layers):
     return min(1, (2 / layers) ** 0.5)
 
 
+# More heads than of keys; biases and norms of q and k; each format of positions; nodes after the first level; one layer
+# without norms.
 CASES["decoder_layers"] = [
     (1, 1, 16, 1, 1, 16, 16),
     (2, 7, 64, 4, 2, 32, 40, {"mask": True, "halves": True, "extra": True}),
@@ -87,6 +90,7 @@ def decoder_layers(B, N, E, H, Hkv, D, ffn_dim, options=None):
             torch.stack([angles.cos(), angles.sin()], -1).to(DEVICE)), kwargs
 
 
+# Short and long rows, and many; with and without a residual; each dtype.
 CASES["rms_norm"] = [(1, 1), (3, 20, torch.bfloat16, True), (7, 1280, torch.bfloat16, True), (200, 99),
                      (2, 100, torch.float16, True)]
 
@@ -98,6 +102,7 @@ def rms_norm(M, E, dtype=torch.float32, residual=False):
     return (x, weight), {"residual": more if residual else None}
 
 
+# Pairs that are neighbors and that are halves; nodes after the first level; each dtype.
 CASES["rotate_into_cache"] = [
     (1, 1, 1, 1, 2),
     (2, 7, 4, 2, 20, {"halves": True, "first": 3}),
@@ -121,6 +126,7 @@ def rotate_into_cache(B, N, H, Hkv, D, options=None):
         {"first_node": first, "rotates_halves": options["halves"]}
 
 
+# Short and long rows of each dtype.
 CASES["swiglu"] = [(1, 1), (3, 50, torch.bfloat16), (5, 700), (2, 2048, torch.float16)]
 
 
@@ -130,6 +136,7 @@ def swiglu(M, F, dtype=torch.float32):
     return (gate, up), {}
 
 
+# With and without guidance; no block, and several.
 CASES["denoise_tokens"] = [(1, 1, 2, 1, 16, 0), (13, 5, 4, 2, 48, 2), (3, 4, 8, 1, 64, 3)]
 TOLERANCES["denoise_tokens"] = {i: (1e-4, 1e-4) for i in range(3)}  # sums are in another order
 
@@ -153,6 +160,7 @@ def denoise_tokens(R, T, C, P, W, blocks):
             kwargs | {"temperature": 0.9, "clip_range": 1.5})
 
 
+# A mask, only some rows wanted; more rows than a tile of keys.
 CASES["transformer_blocks"] = [(1, 1, 16, 1, 16), (3, 130, 48, 3, 80, {"mask": True, "wanted": 5}),
                                (2, 30, 64, 2, 64, {"dtype": torch.bfloat16, "mask": True})]
 TOLERANCES["transformer_blocks"] = {0: (1e-2, 2e-2)}  # of 16 bits; its own tests have the others
@@ -182,6 +190,7 @@ def transformer_blocks(R, N, E, heads, ffn_dim, options=None):
     return (normal(R, N, E), blocks), kwargs
 
 
+# Outputs that fill no pack, and one; many rows; 16 bits; with and without a bias.
 CASES["packed_linear"] = [(1, 2, 1), (3, 48, 70), (25, 64, 128, torch.bfloat16, False)]
 TOLERANCES["packed_linear"] = {0: (1e-5, 2e-6)}  # sums are in another order
 

@@ -16,6 +16,7 @@ from tests.cases.common import (
 )
 
 # guided_probs: logits are multiples of 1/8, guidance of 1/2, temperatures powers of two: exact until the exp.
+# All three dtypes, with and without `uncond`; top-k, top-p, both, neither and temperature 0; each order of the filters.
 CASES["guided_probs"] = [
     (1, 1, 2),
     (2, 3, 33, torch.bfloat16),
@@ -50,6 +51,7 @@ def guided_probs(B, N, V, dtype=torch.float32, uncond=True, settings=None, range
 
 
 # draw_tokens: the logits of guided_probs. Three quarters of the guesses are right.
+# Noise that is `ahead` by fewer and by more positions than there are rows; settings and orders of guided_probs.
 CASES["draw_tokens"] = [
     (1, 1, 2),
     (2, 3, 33, torch.bfloat16),
@@ -102,6 +104,7 @@ def token_log_probs(B, N, V, K=None, dtype=torch.float32, uncond=True, settings=
     return (*args, tokens), kwargs | {"rows": None if K is None else rows}
 
 
+# Each cutoff; the widest table; sums that are not exact must be added in one order too.
 CASES["neighborhood_sum"] = [
     (1, 2, 1),
     (2, 19, 5, "ratio"),
@@ -123,6 +126,7 @@ def neighborhood_sum(R, V, k, cutoff="tvd", offset=0, narrow=True, delta=None, e
     return args, {"cutoff": cutoff, "offset": offset}
 
 
+# With and without omega and draft rows, at sums that are exact and not.
 CASES["sample_residual"] = [(1, 2), (2, 19), (3, 4500), (3, 40, (1.0, 0.5, 2.0)), (2, 40, None, False),
                             (30, 60, (1.0, 0.5, 2.0), True, False)]
 
@@ -133,6 +137,7 @@ def sample_residual(R, V, omega=None, draft=True, exact=True):
     return (exact_probs(R, V, exact=exact), draft_probs, exact_uniforms(R, seed=2)), kwargs
 
 
+# By uniforms and by seeds; a row of fewer ids than children; sums that are not exact.
 CASES["draw_children"] = [(1, 1, 1, 1), (2, 3, 19, 4), (3, 2, 5, 7), (1, 2, 4500, 6),
                           (1, 1, 1, 1, True), (3, 2, 30, 40, True), (2, 2, 4500, 6, True),
                           (4, 3, 61, 9, False, False), (4, 3, 61, 9, True, False)]
@@ -147,6 +152,7 @@ def draw_children(B, F, V, K, noise=False, exact=True):
     return (draft_probs,), {"seeds": seeds.to(DEVICE), "positions": positions.to(DEVICE), "num_children": K}
 
 
+# By uniforms and by seeds; settings and orders of guided_probs; the fifth has EAGLE's ten children.
 CASES["draft_children"] = [
     (1, 1, 2, 1),
     (3, 3, 64, 4, torch.bfloat16),
@@ -166,6 +172,7 @@ def draft_children(B, F, V, K, dtype=torch.float32, uncond=True, noise=False, se
     return (logits, uncond, None if noise else draw_args[1], *settings), kwargs | ids
 
 
+# Settings and orders of guided_probs; the third has two words of ancestors, the fifth EAGLE's ten children.
 CASES["draft_frontier"] = [
     (1, 1, 2, 1),
     (2, 3, 300, 4, torch.bfloat16),
@@ -193,6 +200,7 @@ def draft_frontier(B, F, V, K, dtype=torch.float32, uncond=True, W=1, settings=N
     return args, kwargs | {"num_children": K, "level": 2, "first_node": first_node, "first_candidate": 40}
 
 
+# One child, and more than there are ids.
 CASES["expand_tree"] = [(1, 1, 1, 1), (2, 3, 19, 4), (3, 2, 5, 7), (1, 2, 1100, 6)]
 
 
@@ -205,6 +213,7 @@ def expand_tree(B, F, V, K):
     return (exact_probs(B * F, V).view(B, F, V), scores.to(DEVICE), width.to(DEVICE)), {"num_children": K}
 
 
+# k = 1, all others, and a codebook of more than one block of distances.
 CASES["codebook_neighbors"] = [(2, 1, 1), (40, 3, 39), (1100, 4, 7)]
 
 

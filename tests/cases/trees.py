@@ -3,6 +3,7 @@ import torch
 
 from tests.cases.common import CASES, DEVICE, ancestors_of, random_parents
 
+# No candidates; more than nodes, and fewer.
 CASES["select_tree"] = [(1, 0, 1), (2, 12, 6), (3, 70, 33), (3, 9, 20)]
 
 
@@ -25,6 +26,7 @@ def select_tree(B, M, N):
     return tuple(a.to(DEVICE) for a in args), {"num_nodes": N}
 
 
+# One word of ancestors, and three.
 CASES["tree_links"] = [(1, 1), (2, 7), (3, 20), (4, 130)]
 
 
@@ -37,6 +39,7 @@ def tree_links(B, N):
     return (parents.to(DEVICE, torch.int32),), {}
 
 
+# As tree_links.
 CASES["tree_from_mask"] = [(1, 1), (2, 7), (3, 20), (2, 130)]
 
 
@@ -49,6 +52,7 @@ def tree_from_mask(B, N):
     return (mask.to(DEVICE),), {}
 
 
+# Each form and dtype; rows of bits that begin within a byte; more columns than nodes; other first columns.
 CASES["tree_mask"] = [
     (1, 1),
     (2, 7, True, "packed", 20),

@@ -19,6 +19,7 @@ from tests.cases.common import (
 )
 from tests.cases.rows import guided_probs
 
+# Each cutoff and residual; drafts that are draws, and that are not; greedy requests; tables of int32; ties.
 CASES["verify_tree"] = [
     (1, 1, 2, 1),
     (2, 6, 19, 3),
@@ -131,6 +132,7 @@ def verify_chain(B, V, options=None):
     return (target_probs, *integers, exact_uniforms(D + B, seed=1)), kwargs
 
 
+# No depth, more depth than nodes, and many siblings.
 CASES["verify_greedy"] = [(1, 1, 0), (2, 7, 3), (3, 20, 5), (3, 130, 200), (2, 2500, 6, 40)]
 
 
@@ -229,6 +231,7 @@ def likeliest_paths(probs, max_depth, branch):
     return trees[..., 1].to(DEVICE), trees[..., 0]
 
 
+# Each layout; entries of 1, 2, 4 and 8 bytes; more than a block moves at a time.
 CASES["commit_kv"] = [
     (1, 1, 0),
     (2, 5, 3),
@@ -271,6 +274,7 @@ def commit_kv(B, N, P, options=None):
     return (caches[0] if layout == "layers" else caches, *args), kwargs
 
 
+# Nothing accepted; images that end in this step; invalid statuses and numbers, and none.
 CASES["commit_tokens"] = [(1, 1, 0, 1), (3, 7, 3, 9), (8, 20, 6, 5, False), (2, 60, 40, 50), (5, 3, 2, 4, True)]
 
 
@@ -295,6 +299,7 @@ def commit_tokens(B, N, P, L, excess=True, invalid=True):
             integers(0, 8 if invalid else 1, B, dtype=torch.int32), integers(0, 9, B)), {}
 
 
+# Each cutoff and residual; groups in place of neighbors; sums that are not exact.
 CASES["couple_tokens"] = [
     (1, 1, 2),
     (2, 4, 19),
