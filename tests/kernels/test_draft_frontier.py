@@ -1,10 +1,12 @@
 """draft_frontier on numbers small enough to check by hand, and compared with the ops that it replaces."""
 import math
+from functools import partial
 
 import pytest
 import torch
 
-from specvis_kernels import INVALID_ROW, backends, draft_frontier, expand_tree, guided_probs, tree_links
+from benchmarks.baselines import level_by_ops
+from specvis_kernels import INVALID_ROW, backends, draft_frontier, guided_probs
 from tests.cases import DEVICE
 
 INF, NAN = math.inf, math.nan
@@ -107,30 +109,6 @@ def test_the_last_bit_of_a_word_and_the_first_of_the_next(backend):
     assert out.ancestors.tolist() == [[[2 - 2**63, 2], [2, 3]]]
 
 
-def levels_as_before(levels, uncond, sampling, width, depth, K, max_depth):
-    """The drafting by guided_probs, expand_tree and tree_links, for frontiers that it reads as `levels`."""
-    B = len(width)
-    scores = torch.zeros(B, 1, device=DEVICE)
-    parents = torch.full((B, 1), -1, dtype=torch.int32, device=DEVICE)
-    candidates, num_candidates = torch.full((B, K), -1, dtype=torch.int32, device=DEVICE), 0
-    for level in range(1, max_depth + 1):
-        F = 1 if level == 1 else K
-        probs = guided_probs(levels[level - 1], uncond[level - 1], *sampling).probs
-        tokens, child_scores, frontier, status = expand_tree(probs, scores, width, num_children=K)
-        origin = candidates[:, :F, None].expand(B, F, K).reshape(B, F * K)
-        tokens, child_scores = tokens.flatten(1), child_scores.flatten(1)
-        unused = (frontier < 0) | (depth <= level)[:, None]
-        chosen = frontier.clamp(min=0).long()
-        parent = chosen // K
-        parents = torch.cat([parents, torch.where(unused, -2, parent + parents.shape[1] - F).int()], 1)
-        candidates = torch.where(unused, -1, frontier + num_candidates)
-        num_candidates += F * K
-        scores = child_scores.gather(1, chosen).masked_fill(unused, -torch.inf)
-        ancestors = tree_links(parents).ancestors
-        yield (tokens, child_scores, origin, tokens.gather(1, chosen), scores, parent, ancestors[:, -K:], candidates,
-               status)
-
-
 @pytest.mark.parametrize("V, K, max_depth, dtype", [(40, 3, 4, torch.float32), (300, 10, 7, torch.float32),
                                                     (1500, 6, 3, torch.bfloat16)])
 def test_equals_the_ops_that_it_stands_for(backend, V, K, max_depth, dtype):
@@ -150,22 +128,18 @@ def test_equals_the_ops_that_it_stands_for(backend, V, K, max_depth, dtype):
         x[4, F - 1, V // 2] = NAN        # the root's row among them
         return x.to(DEVICE, dtype)
 
-    sizes = [1] + [K] * (max_depth - 1)
-    levels, uncond = [logits(F) for F in sizes], [logits(F) for F in sizes]
     W = -(-(1 + max_depth * K) // 64)
     scores = torch.zeros(B, 1, device=DEVICE)
     candidates = torch.full((B, 1), -1, dtype=torch.int32, device=DEVICE)
     ancestors = torch.zeros(B, 1, W, dtype=torch.int64, device=DEVICE)
     ancestors[..., 0] = 1
     first_node, first_candidate = 1, 0
-    before = levels_as_before(levels, uncond, given.values(), width, depth, K, max_depth)
-    for level, expected in enumerate(before, 1):
-        out = draft_frontier(levels[level - 1], uncond[level - 1], scores, ancestors, candidates, width, depth, **given,
-                             num_children=K, level=level, first_node=first_node, first_candidate=first_candidate,
-                             backend=backend)
+    for level in range(1, max_depth + 1):
+        rows = [logits(1 if level == 1 else K) for _ in range(2)]
+        out, expected = (draft(*rows, scores, ancestors, candidates, width, depth, **given, num_children=K, level=level,
+                               first_node=first_node, first_candidate=first_candidate)
+                         for draft in (partial(draft_frontier, backend=backend), level_by_ops))
         for name, got, wanted in zip(out._fields, out, expected):
-            if name == "ancestors":
-                wanted = torch.nn.functional.pad(wanted, (0, W - wanted.shape[2]))
             assert got.dtype == wanted.dtype and got.equal(wanted), f"{name} of level {level}"
         scores, ancestors, candidates = out.scores, out.ancestors, out.candidates
         first_node, first_candidate = first_node + K, first_candidate + out.child_tokens.shape[1]

@@ -160,15 +160,6 @@ def test_one_position_of_each_request_may_be_gathered(backend):
         assert same(got[:, 0], expected[torch.arange(4), which])
 
 
-def test_the_same_bits_in_any_batch_and_order(backend):
-    B = 5 if backend == "triton" else 300
-    args, _ = cases.resample_gaussian(B, 4, 19, 12)
-    together = resample_gaussian(*args, backend=backend)
-    order = torch.randperm(B, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    for got, expected in zip(resample_gaussian(*(a[order] for a in args), backend=backend), together):
-        assert same(got, expected[order])
-
-
 @pytest.mark.parametrize("changes, message", [
     (dict(tokens=torch.zeros(2, 0, 4)), r"tokens must have G >= 1, got shape \(2, 0, 4\)"),
     (dict(proposals=torch.zeros(2, 3, 0, 4)), r"proposals must have M >= 1, got shape \(2, 3, 0, 4\)"),
