@@ -165,6 +165,14 @@ struct NeighborhoodSum {
 };
 KERNEL(neighborhood_sum, NeighborhoodSum);
 
+struct PhiloxUniforms {
+  int64_t B, L, n;
+  uint32_t stream, turn;
+  const int64_t *seeds, *positions;  // (B), (B, L)
+  float* uniforms;                   // (B, L, n)
+};
+KERNEL(philox_uniforms, PhiloxUniforms);
+
 struct SampleResidual {
   int64_t R, V;
   const float* target_probs;  // (R, V)
@@ -326,14 +334,6 @@ struct AcceptGaussian {
   int32_t* status;                  // (B)
 };
 KERNEL(accept_gaussian, AcceptGaussian);
-
-struct PhiloxUniforms {
-  int64_t B, L, n;
-  uint32_t stream, turn;
-  const int64_t *seeds, *positions;  // (B), (B, L)
-  float* uniforms;                   // (B, L, n)
-};
-KERNEL(philox_uniforms, PhiloxUniforms);
 
 struct ResampleGaussian {
   int64_t B, G, C, M;
