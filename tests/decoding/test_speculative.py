@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import specvis.decoding
-import specvis.decoding.coupling
 import specvis.decoding.sampling
 import specvis_kernels
 from specvis.decoding.baseline import decode
@@ -166,9 +165,8 @@ def test_a_draft_model_reads_what_it_read_at_the_parent(tiny, monkeypatch, name)
 def test_no_number_is_drawn_for_two_ends(tiny, monkeypatch):
     """As a guess and by what it is accepted, say: the tokens would have another distribution."""
     streams, uniforms = [], philox_uniforms
-    for module in (specvis.decoding.sampling, specvis.decoding.coupling):
-        monkeypatch.setattr(module, "philox_uniforms",
-                            lambda *a, stream: (streams.append(stream), uniforms(*a, stream=stream))[1])
+    monkeypatch.setattr(specvis.decoding.sampling, "philox_uniforms",
+                        lambda *a, stream: (streams.append(stream), uniforms(*a, stream=stream))[1])
     for name in ("jacobi:seed_exact=false", "eagle1"):
         streams.clear()
         tiny.tokens(PROMPTS, name, Sampling.of([1, 2, 3, 4]))
