@@ -1,7 +1,7 @@
 """The tables of measured numbers in README.md and docs:   python -m benchmarks.tables
 
 Each is written from files in benchmarks/results, between <!-- table: NAME --> and <!-- end -->, with the revision and
-machine of the files that say these. One is left to others: benchmarks.refresh prints "refresh".
+machine of the files that say these.
 """
 import csv
 import json

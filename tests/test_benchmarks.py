@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,12 +11,11 @@ import pytest
 import torch
 
 import specvis_kernels
-from benchmarks import decode, forward, harness, ops, refresh, smoke
+from benchmarks import decode, forward, harness, ops, smoke
 from specvis.decoding.driver import POLL
 from specvis.decoding.methods import parse_method
 from specvis.models import layers
 from specvis.models.llamagen import GPTConfig
-from specvis.pipelines.discrete import Pipeline
 from tests import cases
 from tests.test_released import WIDE
 from tests.tiny import tiny_pipeline
@@ -409,18 +407,3 @@ def test_a_library_for_a_gpu_is_built_without_one_and_travels(gpu_script, tmp_pa
     assert status == 0 and parts == {"smoke": "ok"} and library.read_text() == "built\n"
     (tmp_path / "csrc/a.cu").write_text("changed")
     assert gpu_script("smoke", BEFORE="before")[2] == {"build": "ok", "smoke": "ok"}
-
-
-def test_every_row_of_refresh_has_a_name_of_its_own():
-    assert len({(row.name, row.model, row.refreshes) for row in refresh.ROWS}) == len(refresh.ROWS)
-
-
-@pytest.mark.parametrize("row", [refresh.Row(2, "sure"), refresh.Row(2, "unsure", new="row above"),
-                                 refresh.Row(2, draft_model="EAGLE"), refresh.Row(2, draft_model="2", trust=1.0)])
-def test_a_rule_of_refresh_redraws_guesses_and_no_picture(row):
-    pipeline, pictures = Pipeline.load(), [0, 7]
-    taken, tokens = refresh.forwards(pipeline, row, 4, pictures)
-    expected = refresh.forwards(pipeline, None, 0, pictures)[1]
-    assert torch.equal(tokens, expected) and taken != refresh.forwards(pipeline, refresh.Row(0), 4, pictures)[0]
-    other = replace(row, rule="logits", draft_model="small", trust=0.0)
-    assert taken != refresh.forwards(pipeline, other, 4, pictures)[0]

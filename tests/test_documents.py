@@ -1,5 +1,4 @@
 """The documents are true of the code: snippets run, tables match the files, links lead somewhere."""
-import json
 import re
 import time
 from importlib import import_module
@@ -10,7 +9,7 @@ import pytest
 from PIL import Image
 
 import specvis_kernels
-from benchmarks import refresh, tables
+from benchmarks import tables
 from specvis.cli import options
 from specvis.cli.main import main
 from specvis.decoding import limits
@@ -184,7 +183,7 @@ def test_the_tables_are_the_files():
     for path, page in pages.items():
         assert page == tables.written(page, tables.TABLES), f"python -m benchmarks.tables: {name_of(path)}"
     blocks = [name for page in pages.values() for name, *_ in tables.BLOCK.findall(page)]
-    assert sorted(blocks) == sorted([*tables.TABLES, "refresh"])
+    assert sorted(blocks) == sorted(tables.TABLES)
 
 
 def test_only_blocks_with_a_table_are_written():
@@ -209,12 +208,6 @@ def test_the_memory_of_families_is_its_formula():
     for name, size, length, shown in rows:
         memory = (1 if name.startswith("GLM") else 2) * (128 + int(length)) * int(size.replace(",", "")) / 1e9
         assert f"{memory:.{len(shown.partition('.')[2])}f}" == shown, name
-
-
-def test_the_tables_of_refresh_are_the_file():
-    results = json.loads((ROOT / "benchmarks/results/NVIDIA-H100-80GB-HBM3-refresh.json").read_text())
-    page, shown = (DOCS / "measurements.md").read_text(), refresh.tables(results["rows"], 256)
-    assert page == tables.written(page, {"refresh": lambda: shown}), "python -m benchmarks.refresh"
 
 
 def test_measurements_have_a_command():

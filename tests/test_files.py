@@ -144,8 +144,7 @@ def test_one_command_at_a_time_writes_to_a_folder(tmp_path):
     model, out = tmp_path / "model", tmp_path / "out"
     save_models(model)
     out.mkdir()
-    commands = (["tune", "--target-tv-excess", "0.1"],
-                ["compare", "--prompt", "red heart", "--methods", "vanilla"],
+    commands = (["compare", "--prompt", "red heart", "--methods", "vanilla"],
                 ["generate", "--prompts", str(model / "prompts.txt")])
     process = holder(out)
     try:

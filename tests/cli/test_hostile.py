@@ -39,7 +39,7 @@ def place(tmp_path, monkeypatch):
         raise Begun("begun")
 
     monkeypatch.setattr(compare, "run_all", begun)
-    monkeypatch.setattr(tune, "search", begun)
+    monkeypatch.setattr(tune, "measured", begun)
     return tmp_path
 
 
@@ -56,7 +56,7 @@ def check(result, words) -> None:
 USUAL = {
     "generate": ["--prompt", "red heart", "--scale", "1"],
     "compare": ["--methods", "vanilla", "-n", "1"],
-    "tune": ["--target-speedup", "2"],
+    "tune": [],
     "convert": ["noise.png", "--out", "folder"],
     "info": [],
     "methods": [],
