@@ -15,11 +15,11 @@ device is waited for each time). Checks of arguments, torch's own operations and
 lies between two calls of `progress`.
 
 With random weights nothing would be accepted. So acceptance is imposed: the steps of the shipped model are recorded,
-and before each walk the target's logits (or probabilities) are changed such that it accepts as many drafts as were
-recorded, and rejects all drafts after them. The ops do all their work; the time of the change is not counted. Accepted
-drafts are first children, as far as these lead deep enough. So fewer siblings are tried than in real steps, which
-favors the released loop: it pays for each. Of larger sizes than B only steps in the middle of pictures are timed, and
-what a picture takes follows from the recorded tokens a step.
+and before each walk the target's logits are changed such that it accepts as many drafts as were recorded, and rejects
+all drafts after them. The ops do all their work; the time of the change is not counted. Accepted drafts are first
+children, as far as these lead deep enough. So fewer siblings are tried than in real steps, which favors the released
+loop: it pays for each. Of larger sizes than B only steps in the middle of pictures are timed, and what a picture takes
+follows from the recorded tokens a step.
 
 On a GPU nothing is imposed, since a step takes as long whatever it accepts: steps are replayed as CUDA graphs, and of
 all sizes but the shipped model steps in the middle of pictures are timed, after the first graphs are captured. Only
@@ -31,8 +31,9 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from unittest.mock import patch
@@ -186,6 +187,38 @@ class Enough(Exception):
     """The wanted number of steps is reached."""
 
 
+class Steps:
+    """Counts the steps of a run and the tokens of its batch, from the first token or the end of `settling` steps on.
+
+    The released loop calls `progress` after the first token and after every step. Ours, on a GPU, calls it less often.
+    """
+
+    def __init__(self, clock: Clock, settling: int, most: int | None, is_released: bool, watch: Watch | None):
+        self.clock, self.settling, self.most, self.is_released, self.watch = clock, settling, most, is_released, watch
+        self.num, self.num_new, self.begin = -is_released, 0, None  # begin: the time
+
+    @contextmanager
+    def counted(self):
+        """Count the steps of our loops."""
+        def counted(*args, call=Captured.__call__):
+            self.num += 1
+            return call(*args)
+
+        with patch.object(Captured, "__call__", counted):
+            yield
+
+    def progress(self, count: int) -> None:
+        self.num += self.is_released
+        if self.begin is not None:
+            self.num_new += count
+        elif self.num >= self.settling:
+            self.num, self.begin = 0, self.clock.now()
+            if self.watch:
+                self.watch.seconds.clear()
+        if self.most is not None and self.begin is not None and self.num >= self.most:
+            raise Enough
+
+
 @torch.inference_mode()
 def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps: int | None = None,
         watch: Watch | None = None) -> Run:
@@ -196,74 +229,61 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
         watch:     times the parts; None: only the whole and its steps are timed
     """
     method, gpt, device = contender.method, subject.gpt, subject.gpt.output.weight.device
-    numbers, L = [turn * batch + i for i in range(batch)], gpt.config.tokens
     clock = watch.clock if watch else Clock(device)
-    source = subject.source(numbers)
-    condition, padding_mask = gpt.condition(source)
-    sampling = Sampling.of(numbers, **subject.filters, device=device)
-    known, settling = None, 0
+    numbers, known, num_known = [turn * batch + i for i in range(batch)], None, 0
     if max_steps is not None:
-        generator, num_known = torch.Generator().manual_seed(turn), L // 2
-        if clock.is_cuda:  # the timed steps share a graph
-            settling = SETTLING
+        generator, num_known = torch.Generator().manual_seed(turn), gpt.config.tokens // 2
         known = torch.randint(gpt.config.vocabulary, (batch, num_known), generator=generator).to(device)
-    neighbors = subject.neighbors(method.num_neighbors, method.acceptance.metric) if method.num_neighbors else None
-    target, draft_model = gpt, EagleDraftModel(gpt, subject.head, repeat_for_cfg(padding_mask))
-    if method.drafting == "jacobi":
-        draft_model = SmallDraftModel(subject.small, *cfg_inputs(subject.small, *subject.small.condition(source)))
-    if watch:
-        target, draft_model = watch.target, Timed(draft_model, "draft", watch)
     script = None
     if subject.recorder and not method.is_baseline and not clock.is_cuda:
-        script = Script(subject.recorder.steps(method, numbers, 0 if known is None else num_known), clock)
+        script = Script(subject.recorder.steps(method, numbers, num_known), clock)
+    settling = SETTLING if clock.is_cuda and max_steps is not None else 0  # the timed steps share a graph
+    steps = Steps(clock, settling, max_steps, contender.is_released, watch)
+    decode_all, decoded = loop_of(subject, contender, numbers, known, watch, script, steps), None
+    with intercepted(contender, script, watch), steps.counted(), subject.reads_by(contender.forward):
+        begin = clock.now()
+        with suppress(Enough):
+            decoded = decode_all()
+        end = clock.now()
+    tau = (gpt.config.tokens * batch / decoded.target_forwards.sum().item() if decoded
+           else steps.num_new / max(steps.num, 1) / batch)
+    return Run(end - begin, end - steps.begin, steps.num, tau, Counter(watch.seconds if watch else {}))
 
-    num_steps, num_new, first = -contender.is_released, 0, None  # first: the time, and how many steps were before it
 
-    def progress(count):  # on a GPU, not after every step
-        nonlocal num_steps, num_new, first
-        num_steps += contender.is_released
-        if first:
-            num_new += count
-        elif num_steps >= settling:
-            first = clock.now(), num_steps
-            if watch:
-                watch.seconds.clear()
-        if max_steps is not None and first and num_steps >= first[1] + max_steps:
-            raise Enough
+def loop_of(subject: Subject, contender: Contender, numbers: list[int], known: Tensor | None, watch: Watch | None,
+            script: Script | None, steps: Steps) -> Callable[[], Decoded]:
+    """The contender's loop, with all its arguments."""
+    method, gpt, condition = contender.method, subject.gpt, subject.gpt.condition(subject.source(numbers))
+    sampling = Sampling.of(numbers, **subject.filters, device=gpt.output.weight.device)
+    target = watch.target if watch else gpt
+    if method.drafting == "none":
+        return partial(decode, target, *condition, sampling, steps.progress, known_tokens=known)
+    draft_model = EagleDraftModel(gpt, subject.head, repeat_for_cfg(condition[1]))
+    if method.drafting == "jacobi":
+        draft_model = SmallDraftModel(subject.small, *cfg_inputs(
+            subject.small, *subject.small.condition(subject.source(numbers))))
+    if watch:
+        draft_model = Timed(draft_model, "draft", watch)
+    if method.drafting == "jacobi":
+        return partial(jacobi_decode, target, *condition, sampling, [method] * len(numbers), None, steps.progress,
+                       draft_model=draft_model, known_tokens=known)
+    neighbors = subject.neighbors(method.num_neighbors, method.acceptance.metric) if method.num_neighbors else None
+    if contender.is_released:
+        return partial(released_decode, target, draft_model, *condition, sampling, method, neighbors,
+                       steps.progress, script.released(neighbors) if script else None, known_tokens=known)
+    return partial(speculative_decode, target, draft_model, *condition, sampling, [method] * len(numbers), neighbors,
+                   steps.progress, known_tokens=known)
 
-    def counted(captured, state, call=Captured.__call__):
-        nonlocal num_steps
-        num_steps += 1
-        return call(captured, state)
 
+@contextmanager
+def intercepted(contender: Contender, script: Script | None, watch: Watch | None):
+    """Calls of ops are timed by `watch` and changed by `script`: the calls of a replayed step would not be."""
     def replacement(name, call):
         call = watch.timed("ops", call) if watch else call
         return script.around(name, call) if script and not contender.is_released else call
 
-    def decode_all():
-        if method.drafting == "none":
-            return decode(target, condition, padding_mask, sampling, progress, known_tokens=known)
-        if method.drafting == "jacobi":
-            return jacobi_decode(target, condition, padding_mask, sampling, [method] * batch, None, progress,
-                                 draft_model=draft_model, known_tokens=known)
-        if contender.is_released:
-            return released_decode(target, draft_model, condition, padding_mask, sampling, method, neighbors, progress,
-                                   script.released(neighbors) if script else None, known_tokens=known)
-        return speculative_decode(target, draft_model, condition, padding_mask, sampling, [method] * batch, neighbors,
-                                  progress, known_tokens=known)
-
-    replayed = {} if script else GRAPHS  # a script changes the calls of a step
-    with (ops_replaced(replacement), patch.dict(GRAPHS, replayed, clear=True),
-          patch.object(Captured, "__call__", counted), subject.reads_by(contender.forward)):
-        begin, decoded = clock.now(), None
-        try:
-            decoded = decode_all()
-        except Enough:
-            pass
-        end = clock.now()
-    num_steps -= first[1]
-    tau = L * batch / decoded.target_forwards.sum().item() if decoded else num_new / max(num_steps, 1) / batch
-    return Run(end - begin, end - first[0], num_steps, tau, Counter(watch.seconds if watch else {}))
+    with ops_replaced(replacement), patch.dict(GRAPHS, {} if script else GRAPHS, clear=True):
+        yield
 
 
 def contenders_of(methods: list[Method], kinds: Sequence[str] = FORWARDS[:1], ours: bool = False) -> list[Contender]:

@@ -105,16 +105,12 @@ class Script:
                     guesses = given["guesses"].tolist()
                     parents = [list(range(-1, len(row))) for row in guesses]  # node i + 1 is the guess after node i
                     self.change([given["logits"], given["uncond"]], [[-1, *row] for row in guesses], parents, seeds)
-                elif name in ("verify_tree", "verify_logits"):
-                    rows = [given["target_probs"]] if name == "verify_tree" else [given["logits"], given["uncond"]]
+                elif name == "verify_logits":
                     parents = parents_of(given["first_child"], given["next_sibling"])
-                    self.change(rows, given["tokens"].tolist(), parents, seeds, given["neighbors"],
-                                are_probs=name == "verify_tree")
-                elif name == "verify_greedy":
-                    parents = parents_of(given["first_child"], given["next_sibling"])
-                    self.change_tokens(given["target_tokens"], given["tokens"].tolist(), parents, seeds)
+                    self.change([given["logits"], given["uncond"]], given["tokens"].tolist(), parents, seeds,
+                                given["neighbors"])
             return call(*args, **kwargs)
-        return scripted if name in ("draw_tokens", "verify_tree", "verify_logits", "verify_greedy") else call
+        return scripted if name in ("draw_tokens", "verify_logits") else call
 
     def released(self, neighbors: Tensor | None) -> Callable:
         """The change for the released loop."""
@@ -139,31 +135,17 @@ class Script:
             yield b, path, children[path[-1]]
 
     def change(self, rows: list[Tensor | None], tokens: list[list[int]], parents: list[list[int]], seeds: list[int],
-               neighbors: Tensor | None = None, are_probs: bool = False) -> None:
-        """Change rows, each (B, N, V), in place: logits (both rows of a guided pair), or probabilities."""
+               neighbors: Tensor | None = None) -> None:
+        """Change logits in place, each (B, N, V): both rows of a guided pair."""
         for b, path, rejected in self.paths(parents, seeds):
             hopeless = [tokens[b][node] for node in rejected]
             if neighbors is not None and hopeless:  # these would lend
                 hopeless += neighbors[hopeless].flatten().tolist()
             for row in [row for row in rows if row is not None]:
                 for node, child in zip(path, path[1:]):
-                    if are_probs:
-                        row[b, node] = 0
-                    row[b, node, tokens[b][child]] = 1 if are_probs else SURE
+                    row[b, node, tokens[b][child]] = SURE
                 if hopeless and path[-1] < row.shape[1]:
-                    row[b, path[-1], hopeless] = 0 if are_probs else -SURE
-                    if are_probs and row[b, path[-1]].sum() == 0:
-                        row[b, path[-1], next(x for x in range(row.shape[2]) if x not in hopeless)] = 1
-
-    def change_tokens(self, target_tokens: Tensor, tokens: list[list[int]], parents: list[list[int]],
-                      seeds: list[int]) -> None:
-        """Change the target's own tokens (B, N), in place."""
-        for b, path, rejected in self.paths(parents, seeds):
-            for node, child in zip(path, path[1:]):
-                target_tokens[b, node] = tokens[b][child]
-            hopeless = [tokens[b][node] for node in rejected]
-            if target_tokens[b, path[-1]].item() in hopeless:
-                target_tokens[b, path[-1]] = next(x for x in range(len(hopeless) + 1) if x not in hopeless)
+                    row[b, path[-1], hopeless] = -SURE
 
 
 def parents_of(first_child: Tensor, next_sibling: Tensor) -> list[list[int]]:
