@@ -12,7 +12,7 @@ from ..models.interface import ModelCache, Nodes, TargetModel, has_guidance
 from ..models.layers import Cache
 from ..models.llamagen import GPT, condition_nodes
 from .batch_state import model_rows
-from .driver import can_replay
+from .graphs import can_replay
 
 
 class EagleDraftModel:

@@ -172,7 +172,7 @@ class JacobiState(RunningBatch):
         has to be captured.
         """
         L, window = self.settings.num_tokens, self.settings.window
-        num_missing = L - 1 - min(self.host_counts)
+        num_missing = max(1, L - 1 - min(self.host_counts))
         depth = window if is_replayed(self) else min(window, -(-num_missing // 8) * 8)
         count = max((count for count in self.host_counts if count < L), default=L)
         return GraphKey(min(round_up(count + self.num_steps * (window + 1), self), L), depth)
@@ -304,8 +304,8 @@ def commit(state: JacobiState, chain: Chain, verified: DrawTokensResult | Couple
 def update(state: JacobiState, chain: Chain, logits: Tensor, verified: DrawTokensResult | Coupled) -> ChainStep:
     """Account for the step, and guess what enters the windows."""
     settings, position, N = state.settings, chain.positions[:, 0], logits.shape[1]
-    # within the window and the image
-    num_accepted = verified.num_accepted.minimum((settings.num_tokens - 1) - position).clamp(0, N - 1)
+    num_missing = (settings.num_tokens - 1) - position
+    num_accepted = verified.num_accepted.minimum(num_missing).clamp(0, N - 1)  # within the image and the window
     state.num_accepted.scatter_(1, position[:, None], num_accepted[:, None])
     if state.log_probs is not None:
         index = settings.index[:N]
