@@ -76,7 +76,7 @@ CASES["philox_uniforms"] = [(1, 1, 1), (2, 3, 9), (3, 1, 0), (2, 2, 300)]
 
 
 def philox_uniforms(B, L, n):
-    return (*noise_keys(B, L, n), n), {"stream": 2**32 - 1 - n, "turn": n}
+    return (*noise_keys(B, L, n), n), {"stream": 2**31 - 1 - n, "turn": n}
 
 
 # token_log_probs: the logits of guided_probs. With K, tokens of any rows, some of which are none or do not exist.
