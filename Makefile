@@ -83,6 +83,7 @@ bench: $(VENV)/installed
 
 tables: $(VENV)/installed  # the documents' tables of measured numbers, from benchmarks/results
 	$(VENV)/bin/python -m benchmarks.tables
+	$(VENV)/bin/python -m benchmarks.papers --tables
 
 fuzz: $(VENV)/installed  # hostile inputs for MINUTES, as long with sanitizers; JSON=file for counts
 	failed=0; \

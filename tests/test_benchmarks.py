@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import specvis_kernels
-from benchmarks import decode, forward, harness, ops, smoke
+from benchmarks import decode, forward, harness, ops, papers, smoke, tables
 from specvis.decoding.driver import POLL
 from specvis.decoding.methods import parse_method
 from specvis.models import layers
@@ -407,3 +407,37 @@ def test_a_library_for_a_gpu_is_built_without_one_and_travels(gpu_script, tmp_pa
     assert status == 0 and parts == {"smoke": "ok"} and library.read_text() == "built\n"
     (tmp_path / "csrc/a.cu").write_text("changed")
     assert gpu_script("smoke", BEFORE="before")[2] == {"build": "ok", "smoke": "ok"}
+
+
+def test_the_papers_tables_are_the_file():
+    page = papers.PAGE.read_text()
+    assert page == tables.written(page, papers.BLOCKS), "python -m benchmarks.papers --tables"
+
+
+def test_every_row_of_the_papers_is_a_method_that_is_run():
+    wanted, run = papers.runs(), {key for key in papers.results()}
+    assert set(wanted) == run and len(wanted) > 60
+    for text, temperature in wanted:
+        assert parse_method(text) and temperature in (0, 1)
+    names = {path.stem for path in papers.PUBLISHED.glob("*.csv")}
+    assert names == {"tables", *(table.name for table in papers.TABLES)}
+    for table in papers.TABLES:
+        rows = list(papers.rows_of(table))
+        assert rows and all(set(table.columns.values()) <= row.keys() for row, _ in rows), table.name
+        assert {of for of, _ in table.measured.values()} == table.methods.keys()
+
+
+def test_papers_methods_are_measured_in_turns_and_gone_on_with(monkeypatch):
+    monkeypatch.setattr(papers, "PROMPTS", ["red heart", "blue heart"])
+    records, kept, keys = {}, [], [("eagle1", 1.0), ("jacobi:window=4", 1.0), ("lantern:k=8:width=4", 0.0)]
+    pipeline = tiny_pipeline()
+    papers.measure(pipeline, keys[:2], 1, records, lambda: kept.append(1))
+    first = json.loads(json.dumps(records["eagle1", 1.0]))
+    papers.measure(pipeline, keys, 3, records, lambda: kept.append(1))
+    assert len(kept) == 9 and list(records) == keys
+    for record in records.values():
+        assert {len(value) for value in record.values() if isinstance(value, list)} == {3}
+        assert min(record["seconds"]) > 0 and min(record["tau"]) >= 1 and papers.speedup(record) > 0
+    assert [records["eagle1", 1.0][name][:1] for name in ("tau", "seconds")] == [first["tau"], first["seconds"]]
+    assert records["jacobi:window=4", 1.0]["tv_excess"] == [0, 0, 0]
+    assert papers.cell(records["eagle1", 1.0], "tau").count("±") == 1 and papers.cell(None, "tau") == "-"

@@ -16,8 +16,7 @@ from torch import nn
 
 from specvis import files
 from specvis.cli.main import main
-from specvis.cli.measured import DiscreteStudy
-from tests.tiny import save_models, tiny_pipeline
+from tests.tiny import save_models
 from training.run import TrainingRun
 
 PROMPTS = ["red heart", "blue heart"]
@@ -176,21 +175,6 @@ def test_what_killed_processes_left_is_removed(tmp_path):
         (tmp_path / name).write_text("half")
     with files.locked(tmp_path):
         assert names(tmp_path) == sorted(stays)
-
-
-def test_two_studies_that_begin_at_once_have_one_record(tmp_path, monkeypatch):
-    """Both find no record; the second has other seeds, and must not take the first's folder for its own."""
-    write_new = files.write_new
-
-    def late(path, content):
-        monkeypatch.setattr("specvis.cli.measured.write_new", write_new)
-        DiscreteStudy(tiny_pipeline(), tmp_path, PROMPTS, images=2, seed=1)
-        write_new(path, content)
-
-    monkeypatch.setattr("specvis.cli.measured.write_new", late)
-    with pytest.raises(ValueError, match=r"holds results of another seed \(1; here it is 0\)"):
-        DiscreteStudy(tiny_pipeline(), tmp_path, PROMPTS, images=2, seed=0)
-    assert names(tmp_path) == ["study.json"]
 
 
 @contextmanager

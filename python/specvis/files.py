@@ -112,25 +112,6 @@ def replacing_together(folder: Path, last: str) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def write_new(path: Path, content: str) -> None:
-    """Write a file that does not exist yet. If another process is first, its file stays."""
-    part = beside(path)
-    try:
-        with open(part, "x", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.link(part, path)
-        except FileExistsError:
-            pass
-        except OSError:  # a file system without links
-            if not path.exists():
-                part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
 def write_json(path: Path, values: object) -> None:
     write_whole(path, json.dumps(values, indent=1) + "\n")
 

@@ -11,17 +11,13 @@ import shutil
 import signal
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from specvis.cli import measured
 from specvis.cli.main import main
-from specvis.cli.measured import DiscreteStudy, PictureRun
 from specvis.files import PART
-from specvis.pipelines.discrete import Pipeline
 from tests.tiny import save_models
 from training import run as training
 
@@ -42,22 +38,12 @@ def train(folder):
             run.log(loss=loss.detach())
 
 
-def study(model, folder):
-    """Pictures of three methods, as `specvis tune` keeps them."""
-    runs = [PictureRun.of(text) for text in ("vanilla", "eagle2:width=2", "jacobi:window=4:seed_exact=false")]
-    DiscreteStudy(Pipeline.load(model), folder, ["fluent-3d red heart", "noto blue heart"], images=40).compute(runs)
-
-
 def work(name, model, out, log):
     """What a fork does."""
     sys.stdout = sys.stderr = open(log, "w")
     torch.set_num_threads(1)
-    measured.revision = lambda: "of this run"  # not that of a checkout which changes meanwhile
-    measured.date = SimpleNamespace(today=lambda: "the day")  # midnight may pass
     if name == "train":
         train(out)
-    elif name == "study":
-        study(model, out)
     else:
         main([*(part.format(model=model) for part in GENERATE), "--out", str(out), "--model", str(model)])
 
@@ -108,7 +94,7 @@ def assert_ended(folder, expected):
     assert not [path for path in folder.rglob(".*") if PART.fullmatch(path.name)]
 
 
-@pytest.mark.parametrize("name", ["generate", "study", "train"])
+@pytest.mark.parametrize("name", ["generate", "train"])
 def test_what_is_there_is_whole_and_what_goes_on_is_as_undisturbed(forks, name, tmp_path):
     model, log, undisturbed, out = (tmp_path / part for part in ("model", "log.txt", "undisturbed", "out"))
     save_models(model)

@@ -1,4 +1,5 @@
 """`specvis compare`: methods side by side on the same prompts and seeds: pictures, plots and a table."""
+import platform
 import re
 import statistics
 import textwrap
@@ -13,7 +14,6 @@ from ..files import csv_text, locked, replacing_together, write_whole
 from ..models.words import repeated
 from ..pipelines.prompts import with_style
 from .figures import draw_jacobi, draw_pictures
-from .measured import machine
 from .options import (
     MAX_COUNT,
     dtype_option,
@@ -199,3 +199,15 @@ def print_origin(results: list[ComparedResult], device: torch.device) -> None:
     click.echo("tau: tokens a target forward; tv_excess: added total variation a token,\n"
                f"estimated. Pictures: {count}; seconds, speedup: {of_seconds}.")
     click.echo(textwrap.shorten(f"Temperature {temperatures}; {machine(device)}, torch {torch.__version__}", WIDTH))
+
+
+def machine(device: torch.device) -> str:
+    """The name that the system gives to the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        return f"{names[0]}, {torch.get_num_threads()} threads"
+    except (OSError, IndexError):
+        return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"

@@ -2,9 +2,9 @@
 import textwrap
 from pathlib import Path
 
+from ..files import write_whole
 from ..pipelines.discrete import Pipeline
 from ..pipelines.positions import forward_numbers
-from . import plots
 from .plots import method_style, plt
 from .runs import ComparedResult, Pipelines
 
@@ -13,7 +13,8 @@ SHOWN = 6  # pictures in the figure of jacobi
 
 def save_figure(figure, path: Path) -> None:
     """Write a figure with all that is beside its axes: a few small plots leave their labels no space."""
-    plots.save_figure(figure, path, bbox_inches="tight", pad_inches=0.05)
+    write_whole(path, lambda file: figure.savefig(file, dpi=100, format="png", bbox_inches="tight", pad_inches=0.05))
+    plt.close(figure)
 
 
 def draw_pictures(pipelines: Pipelines, results: list[ComparedResult], prompts: list[str], path: Path) -> None:

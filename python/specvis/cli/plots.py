@@ -1,15 +1,10 @@
 """Figures: matplotlib without a screen, and how each method is drawn."""
-from itertools import cycle
-from pathlib import Path
-
 import matplotlib
 import numpy as np
 from matplotlib.colors import to_rgb
 
-from ..files import write_whole
-
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen before this import
+import matplotlib.pyplot as plt  # noqa: E402, F401  the backend is chosen before this import
 
 # A method's color and marker. Among discrete and among continuous methods, which are in other figures, every marker
 # is another one, and colors differ for color-blind readers too.
@@ -37,16 +32,3 @@ def method_style(method: str, is_full: bool = True) -> dict[str, str]:
 def shade(color: str, share: float) -> tuple[float, ...]:
     """A color mixed with white. share: of the color"""
     return tuple(1 - share * (1 - np.array(to_rgb(color))))
-
-
-def curve_styles(method: str, count: int) -> list[dict]:
-    """The styles of several curves of one method: shades from a light one to its color, and other lines."""
-    color, marker = METHOD_STYLES[method.partition(":")[0]]
-    return [{"color": shade(color, share), "marker": marker, "ls": line}
-            for share, line in zip(np.linspace(1, 0.5, count)[::-1], cycle(("-", "--", "-.", ":")))]
-
-
-def save_figure(figure, path: Path, **options) -> None:
-    """Write a figure as a PNG, whole, and close it. options: of `Figure.savefig`"""
-    write_whole(path, lambda file: figure.savefig(file, dpi=100, format="png", **options))
-    plt.close(figure)
