@@ -428,7 +428,8 @@ def verify_chain(d):
 
 def philox_uniforms(d):
     B, L = d.batch(), d.nodes()
-    return d.seeds(B, L) | {"n": d.pick(0, 1, 5, 130), "stream": d.pick(0, 9, 2**31 - 1), "turn": d.pick(0, 1, 2**31 - 1)}
+    return d.seeds(B, L) | {"n": d.pick(0, 1, 5, 130), "stream": d.pick(0, 9, 2**31 - 1),
+                            "turn": d.pick(0, 1, 2**31 - 1)}
 
 
 def codebook_neighbors(d):
