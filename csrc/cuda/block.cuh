@@ -95,6 +95,21 @@ __device__ inline uint64_t warp_max(uint64_t value) {
   return uint64_t{high} << 32 | low;
 }
 
+// The first of n values at which their running sum, with `before`, reaches the limit; n if it never does. `before`
+// becomes the sum of those before it. By one warp.
+template <class Value>
+__device__ unsigned first_reaching(unsigned n, const Value& value, int64_t limit, int64_t* before) {
+#pragma unroll 1
+  for (unsigned start = 0; start < n; start += kWarp) {
+    const int64_t own = start + lane() < n ? value(start + lane()) : 0, sum = warp_scan(own);
+    const unsigned reached = __ballot_sync(kAllLanes, *before + sum >= limit);
+    const int at = reached ? __ffs(static_cast<int>(reached)) - 1 : kWarp - 1;
+    *before += __shfl_sync(kAllLanes, reached ? sum - own : sum, at);
+    if (reached) return start + static_cast<unsigned>(at);
+  }
+  return n;
+}
+
 struct Scan {
   int64_t before, total;  // the sum of the lower threads' values, and of all threads' values
 };

@@ -2,7 +2,7 @@
 // kept, it sums the residual, and the warp in whose share the token falls searches for it there. The residual is never
 // stored: a relaxed rule changes it at the guess and at those neighbors that have a bit in shared memory.
 #include "../shared/params.h"
-#include "neighbors.cuh"
+#include "kept_neighbors.cuh"
 #include "row_pair.cuh"
 
 namespace specvis {

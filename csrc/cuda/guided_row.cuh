@@ -192,27 +192,6 @@ class GuidedRow {
     return (by_mass ? int64_t{from->high[bin]} << 32 : 0) + from->low[bin];
   }
 
-  // The first of n values at which their running sum, with `above`, reaches the limit; n if it never does. `above`
-  // becomes what is before it. By one warp.
-  template <class Value>
-  __device__ static unsigned first_reaching(unsigned n, const Value& value, int64_t limit, int64_t* above) {
-#pragma unroll 1
-    for (unsigned start = 0; start < n; start += kWarp) {
-      const int64_t own = start + lane() < n ? value(start + lane()) : 0;
-      int64_t sum = own;
-#pragma unroll
-      for (unsigned distance = 1; distance < kWarp; distance *= 2) {
-        const int64_t lower = __shfl_up_sync(kAllLanes, sum, distance);
-        if (lane() >= distance) sum += lower;
-      }
-      const unsigned reached = __ballot_sync(kAllLanes, *above + sum >= limit);
-      const int at = reached ? __ffs(static_cast<int>(reached)) - 1 : kWarp - 1;
-      *above += __shfl_sync(kAllLanes, reached ? sum - own : sum, at);
-      if (reached) return start + static_cast<unsigned>(at);
-    }
-    return n;
-  }
-
   // A place in the order of the logits: a limit, and the sum of what is above some of them.
   struct Search {
     bool by_mass;   // else by count

@@ -1,99 +1,50 @@
-// The neighbors of a token that its cutoff keeps, counted by the threads of one block.
+// The neighbors of a token that its cutoff keeps, counted by a team of threads.
 #pragma once
-#include "warp_search.cuh"
+#include "team.cuh"
 
 namespace specvis {
 namespace {
 
-// The columns of the table of neighbors that a thread looks at: rounds of up to kColumns for each thread, and in each
-// round the columns of a thread follow each other.
-constexpr unsigned kColumns = 2;  // 1024 of a whole block
-
-struct Columns {
-  uint32_t begin, end;
-
-  __device__ Columns(uint32_t start, uint32_t count) {
-    const uint32_t size = min((count - start + blockDim.x - 1) / blockDim.x, kColumns);
-    begin = start + threadIdx.x * size;
-    end = min(begin + size, count);
-  }
-};
-
-// Calls f(column) for this thread's columns of `count`, but not for more than `max_count`.
-template <class F>
-__device__ void for_own_columns(uint32_t count, uint32_t max_count, F f) {
-#pragma unroll 1
-  for (uint32_t start = 0; start < count; start += kColumns * blockDim.x) {
-    const Columns own(start, count);
-#pragma unroll 1
-    for (uint32_t j = own.begin; j < own.end && max_count > 0; ++j, --max_count) f(j);
-  }
-}
-
-// The neighbors that the cutoff keeps.
-struct KeptNeighbors {
-  int64_t mass;        // their sum; only the warp that decides about the token knows it
-  uint32_t num_own;    // how many are in columns of this thread
-  bool has_any;        // whether there is one
-  bool is_of_decider;  // whether this is a thread of that warp
-};
-
-// The longest prefix of a token's first num_considered neighbors that fits the budget. mass(v) is an entry of the row.
-// Every thread has read the entries of its neighbors when the function returns.
+// The longest prefix of a token's first num_considered neighbors that fits the budget. Each thread takes kColumns
+// neighbors that follow each other, and their loads are in flight together. One exchange gives it the mass before them,
+// and another one the mass before the first that does not fit. mass(v) is an entry of the row.
 template <class Mass>
-__device__ KeptNeighbors keep_neighbors(Block& block, const Mass& mass, uint32_t V, const Neighbors& neighbors,
-                                        uint32_t num_considered, int64_t token, const Budget& budget) {
-  KeptNeighbors prefix = {0, 0, false, false};
-  const auto mass_at = [&](int64_t column) {
-    const int64_t id = neighbors(token, column);
-    return id >= 0 && id < V ? mass(id) : 0;
-  };
-  prefix.has_any = budget.fits(mass_at(0));
-#pragma unroll 1
-  for (uint32_t start = 0; start < num_considered; start += kColumns * blockDim.x) {
-    const Columns own(start, num_considered);
+__device__ NeighborPrefix neighbor_prefix(Team& team, const Mass& mass, int64_t V, const Neighbors& neighbors,
+                                          int64_t num_considered, int64_t token, const Budget& budget) {
+  constexpr int kColumns = 4;
+  NeighborPrefix prefix = {0, 0};
+  if (!budget.any || !neighbors.has(token)) return prefix;
+  for (int64_t start = 0; start < num_considered; start += int64_t{kColumns} * team.threads()) {
+    const int64_t first = start + int64_t{kColumns} * team.thread();
     int64_t ids[kColumns], masses[kColumns], sum = 0;
 #pragma unroll
-    for (unsigned j = 0; j < kColumns; ++j) ids[j] = own.begin + j < own.end ? neighbors(token, own.begin + j) : -1;
+    for (int j = 0; j < kColumns; ++j) ids[j] = first + j < num_considered ? neighbors(token, first + j) : -1;
 #pragma unroll
-    for (unsigned j = 0; j < kColumns; ++j) {
+    for (int j = 0; j < kColumns; ++j) {
       masses[j] = ids[j] >= 0 && ids[j] < V ? mass(ids[j]) : 0;
       sum += masses[j];
     }
-    const Scan scan = block.scan(sum);
-    const int64_t before = prefix.mass + scan.before;
-    int64_t running = before;
-    uint32_t num_own = 0;
-    bool all_fit = true;
+    const Scan scan = team.scan(sum);
+
+    NeighborPrefix own = {prefix.mass + scan.before, first};  // before this thread's first that does not fit
+    bool fits = true;
 #pragma unroll
-    for (unsigned j = 0; j < kColumns; ++j) {
-      all_fit = all_fit && (own.begin + j >= own.end || budget.fits(running + masses[j]));
-      if (all_fit && own.begin + j < own.end) {
-        running += masses[j];
-        ++num_own;
-      }
+    for (int j = 0; j < kColumns; ++j) {
+      fits = fits && first + j < num_considered && budget.fits(own.mass + masses[j]);
+      if (fits) own = {own.mass + masses[j], first + j + 1};
     }
-    bool ends,
-        is_end;  // whether some neighbor of the round does not fit, and whether this thread has the first of them
-    if (budget.cutoff == Cutoff::jsd) {
-      const unsigned first = block.first(!all_fit);
-      ends = first < blockDim.x;
-      is_end = threadIdx.x == first;
-      if (threadIdx.x > first) num_own = 0;
-    } else {  // what fits is a matter of the sum alone
-      ends = prefix.mass + scan.total > budget.threshold;
-      is_end = !all_fit && before <= budget.threshold;
-    }
-    prefix.num_own += num_own;
-    if (ends) {
-      const unsigned votes = __ballot_sync(kAllLanes, is_end);
-      prefix.is_of_decider = votes != 0;
-      prefix.mass = __shfl_sync(kAllLanes, running, votes ? __ffs(votes) - 1 : 0);
-      return prefix;
-    }
-    prefix.mass += scan.total;
+    const unsigned ends = __ballot_sync(kAllLanes, !fits);
+    const int end = ends ? __ffs(ends) - 1 : 0;
+    own = {__shfl_sync(kAllLanes, own.mass, end), __shfl_sync(kAllLanes, own.num_kept, end)};
+    if (!ends) own.num_kept = -1;
+    const NeighborPrefix* const of_warps = team.exchange<NeighborPrefix>(own);
+    const unsigned num_warps = team.threads() / kWarp;
+    unsigned w = lane();
+    while (w < num_warps && of_warps[w].num_kept < 0) w += kWarp;
+    w = __reduce_min_sync(kAllLanes, w);
+    if (w < num_warps) return of_warps[w];
+    prefix = {prefix.mass + scan.total, start + int64_t{kColumns} * team.threads()};
   }
-  prefix.is_of_decider = warp() == 0;
   return prefix;
 }
 

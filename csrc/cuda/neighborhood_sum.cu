@@ -1,7 +1,7 @@
 // neighborhood_sum on CUDA: a team per row reads it once, which says whether it is valid. The first block of the team
 // then adds the token's neighbors up to the cutoff. The row is in the cache by then.
 #include "../shared/params.h"
-#include "neighbors.cuh"
+#include "kept_neighbors.cuh"
 
 namespace specvis {
 namespace {

@@ -83,14 +83,12 @@ class Team {
   __device__ void end() const {
     if (size_ > 1) cluster_barrier_for_shared();
   }
-  // From now on, exchanges are as sync(), not as sync_shared().
-  __device__ void exchange_all_memory() { all_memory_ = true; }
-
-  // This block by itself, for its work after the last thing that the team does together.
+  // This block by itself: a team that exchanges while the other blocks may still read what this one gave to them.
   __device__ Team alone() const {
     Team block = *this;
     block.rank_ = 0;
     block.size_ = 1;
+    block.turn_ = 2;
     return block;
   }
 
@@ -101,17 +99,14 @@ class Team {
   }
 
   // The values of all warps in their order, which each lane of a warp brings. They stand until the exchange after the
-  // next: the barrier of that one in between says that everyone has read them.
+  // next: the barrier of that one in between says that everyone has read them. What threads wrote to the shared memory
+  // of their own blocks, every thread may read.
   template <class T = uint64_t>
   __device__ const T* exchange(const std::common_type_t<T>& value) {
-    __shared__ T own[2][kMaxWarps], values[2][kMaxTeamWarps];
+    __shared__ T own[4][kMaxWarps], values[2][kMaxTeamWarps];  // of a team by turns, and of alone()
     turn_ ^= 1;
     if (lane() == 0) own[turn_][warp()] = value;
-    if (all_memory_) {
-      sync();
-    } else {
-      sync_shared();
-    }
+    sync_shared();
     if (size_ == 1) return own[turn_];
     const unsigned i = threadIdx.x;  // a block has at least as many threads as the team has warps
     if (i < num_warps()) values[turn_][i] = in_block(own[turn_], i / warps())[i % warps()];
@@ -126,8 +121,9 @@ class Team {
     return warp_sum(total);
   }
 
-  // The sum of a row of which each thread has summed a part, and said whether that is valid.
-  __device__ Total total(int64_t mass, bool valid) {
+  // The sum of a row of which each thread has summed a part, and said whether that is valid. `of_warps`, in shared
+  // memory, becomes what each warp has, after the block's next barrier.
+  __device__ Total total(int64_t mass, bool valid, int64_t* of_warps = nullptr) {
     const bool all_valid = __ballot_sync(kAllLanes, !valid) == 0;
     const uint64_t* const sums = exchange(all_valid ? static_cast<uint64_t>(warp_sum(mass)) : UINT64_MAX);
     int64_t total = 0;
@@ -135,6 +131,9 @@ class Team {
     for (unsigned w = lane(); w < num_warps(); w += kWarp) {
       is_valid &= sums[w] != UINT64_MAX;
       total += static_cast<int64_t>(sums[w]);
+    }
+    for (unsigned w = warp(); of_warps && w < num_warps(); w += warps()) {
+      if (lane() == 0) of_warps[w] = static_cast<int64_t>(sums[w]);
     }
     is_valid = __ballot_sync(kAllLanes, !is_valid) == 0;
     total = warp_sum(total);
@@ -182,7 +181,6 @@ class Team {
   __device__ unsigned num_warps() const { return size_ * warps(); }
 
   unsigned rank_, size_, turn_ = 0;
-  bool all_memory_ = false;
 };
 
 // What a device gives to a kernel, asked once for each of both.

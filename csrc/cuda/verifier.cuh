@@ -2,14 +2,30 @@
 //
 // A row is read once, by all blocks of the team. Its residual is stored in one of two ways. For point masses it is the
 // row itself, plus a bit for each id that has lost its mass or a part of it. For draft rows it is a full row of masses,
-// split over the blocks of the team, because a rejection changes every entry. One warp of each block decides about a
-// child, and all blocks repeat this. Where no neighbor is looked at, that warp tries all children of a node by itself.
+// split over the blocks of the team, because a rejection changes every entry. All threads decide about a child alike;
+// where no neighbor is looked at, one warp of each block tries all children of a node that are point masses.
 #pragma once
 #include "kept_neighbors.cuh"
 #include "verify_state.cuh"
 
 namespace specvis {
 namespace {
+
+constexpr int kRowLoads = 8, kMassLoads = 4;  // loads in flight per thread
+
+// Calls f(v, p) for the ids [begin, end) of a row; a warp's lanes take ids that follow each other.
+template <class F>
+__device__ void for_each_in_stride(const float* row, uint32_t begin, uint32_t end, F f) {
+#pragma unroll 1
+  for (uint32_t start = begin + lane(); start < end; start += kRowLoads * kWarp) {
+    float p[kRowLoads];
+#pragma unroll
+    for (int j = 0; j < kRowLoads; ++j) p[j] = start + j * kWarp < end ? row[start + j * kWarp] : 0.0f;
+#pragma unroll
+    for (int j = 0; j < kRowLoads; ++j)
+      if (start + j * kWarp < end) f(start + j * kWarp, p[j]);
+  }
+}
 
 // One request. Links is Tree, or a class with the same members. Every thread has the same object and calls its methods
 // together with the others.
@@ -18,10 +34,10 @@ class Verifier {
  public:
   __device__ Verifier(const VerifyParams& batch, int64_t b, const Links& links, Team& team, Node* nodes,
                       const Layout& layout, char* shared, char* scratch)
-      : batch_(batch), b_(b), V_(static_cast<uint32_t>(batch.V)), links_(links), team_(team), nodes_(nodes),
-        bits_(reinterpret_cast<unsigned*>((layout.bits.shared ? shared : scratch) + layout.bits.offset)),
+      : batch_(batch), b_(b), V_(static_cast<uint32_t>(batch.V)), links_(links), team_(team), block_(team.alone()),
+        nodes_(nodes), bits_(layout.bits.in<unsigned>(shared, scratch)),
         masses_(shared, scratch, layout, layout.masses, team), draft_(shared, scratch, layout, layout.draft, team),
-        share_(layout.share) {
+        share_(layout.share), slices_in_scratch_(layout.scratch > 0) {
     begin_ = min((team.rank() * warps() + warp()) * share_, V_);
     end_ = min(begin_ + share_, V_);
     const int64_t k = batch.neighbors.k();
@@ -33,8 +49,6 @@ class Verifier {
   __device__ void verify_greedy();
 
  private:
-  static constexpr uint64_t kAccepted = uint64_t{1} << 63;
-
   // How far verification has come. Every thread has the same values.
   struct State {
     int64_t total;                // the residual's mass
@@ -68,23 +82,11 @@ class Verifier {
   }
   __device__ bool is_first_thread() const { return team_.thread() == 0; }
 
-  // The sum of which each thread has a part, and said whether that is valid. What each warp has is in `chunks` after
-  // the next barrier.
-  __device__ Total sum_of_team(int64_t sum, bool valid) {
-    const bool all_valid = __ballot_sync(kAllLanes, !valid) == 0;
-    const uint64_t* const sums = team_.exchange(all_valid ? static_cast<uint64_t>(warp_sum(sum)) : UINT64_MAX);
-    int64_t total = 0;
-    bool is_invalid = false;
-    for (unsigned w = lane(); w < num_chunks(); w += kWarp) {
-      is_invalid |= sums[w] == UINT64_MAX;
-      total += static_cast<int64_t>(sums[w]);
-    }
-    for (unsigned w = warp(); w < num_chunks(); w += warps()) {
-      if (lane() == 0) chunks()[w] = static_cast<int64_t>(sums[w]);
-    }
-    is_invalid = __ballot_sync(kAllLanes, is_invalid) != 0;
-    total = warp_sum(total);
-    return {total, !is_invalid && total > 0};
+  // The sum of which each thread has a part, and said whether that is valid; every thread may then read all slices.
+  // `of_warps` becomes what each warp has, after the next barrier.
+  __device__ Total sum_of_slices(int64_t sum, bool valid, int64_t* of_warps = nullptr) {
+    if (slices_in_scratch_) team_.sync();
+    return team_.total(sum, valid, of_warps);
   }
   __device__ unsigned num_chunks() const { return team_.size() * warps(); }
   __device__ static int64_t* chunks() {  // the mass of each warp's ids in the residual
@@ -121,7 +123,7 @@ class Verifier {
       for_each_entry(row_ + begin_, end_ - begin_, lane(), kWarp,
                      [&](int64_t i, float p) { use(begin_ + static_cast<uint32_t>(i), p); });
     }
-    const Total total = sum_of_team(sum, entries_valid);
+    const Total total = sum_of_slices(sum, entries_valid, chunks());
     state_.total = total.mass;
     state_.first = state_.next = -1;
     state_.num_rejected = 0;
@@ -153,53 +155,49 @@ class Verifier {
     const unsigned bit = 1u << (id % kWarp);
     return atomicOr(bits_ + id / kWarp, bit) & bit ? 0 : row_mass(id);
   }
-  // Calls f(id) for those neighbors of x that this thread treats if x is rejected.
+  // The neighbors of x that its cutoff keeps, by all threads of the block. All have read the row when it returns.
+  template <class Mass>
+  __device__ NeighborPrefix kept_neighbors(uint32_t x, int64_t token_mass, const Mass& mass) {
+    return neighbor_prefix(block_, mass, V_, batch_.neighbors, num_considered_, x,
+                           Budget(batch_.cutoff, delta_, token_mass, state_.total));
+  }
+  // Calls f(id) for those neighbors of x that are treated as x is rejected, each in one thread of the block.
   template <class F>
-  __device__ void for_treated_neighbors(uint32_t x, const KeptNeighbors& prefix, F f) const {
-    const bool released = batch_.residual == ResidualRule::released;
-    if (batch_.residual == ResidualRule::optimal || (released && !prefix.has_any)) return;
-    for_own_columns(num_considered_ + released, released ? UINT32_MAX : prefix.num_own, [&](uint32_t column) {
-      const int64_t id = batch_.neighbors(x, column);
+  __device__ void for_treated_neighbors(uint32_t x, int64_t num_kept, F f) const {
+    if (batch_.residual == ResidualRule::optimal || num_kept == 0) return;
+    const int64_t count = batch_.residual == ResidualRule::released ? batch_.neighbors.k() : num_kept;
+#pragma unroll 1
+    for (int64_t j = threadIdx.x; j < count; j += blockDim.x) {
+      const int64_t id = batch_.neighbors(x, j);
       if (id >= 0 && id < V_) f(static_cast<uint32_t>(id));
-    });
+    }
   }
   __device__ bool considers_neighbors(uint32_t x) const {
     return num_considered_ > 0 && delta_ >= 0 && batch_.neighbors.has(x) && links_.allows(node_, x);
   }
 
-  // Called by the lanes of one warp, the decider.
   __device__ bool accepts(const Candidate& candidate, int32_t child, bool is_first) {
-    if (lane() == 0) {
+    if (threadIdx.x == 0) {
       nodes_[state_.num_trials].trial = {candidate.numerator(false), candidate.numerator(true), candidate.denominator(),
                                          is_first};
     }
     return candidate.accepts(nodes_[child].uniform);
   }
 
-  // Tries a child that is a point mass at x, by all threads of the block. All of them look at its neighbors, and clear
-  // what its rejection would clear before they know whether it is rejected: an accepted child ends the residual.
+  // Tries a child that is a point mass at x, by all threads of the block.
   __device__ bool try_with_neighbors(int32_t child, uint32_t x, double omega, bool is_first) {
-    const bool considers = considers_neighbors(x);
-    const int64_t token_mass = considers || warp() == 0 ? mass(x) : 0;
-    KeptNeighbors prefix = {0, 0, false, warp() == 0};
-    if (considers) {
-      prefix = keep_neighbors(
-          block_, [this](uint32_t v) { return mass(v); }, V_, batch_.neighbors, num_considered_, x,
-          Budget(batch_.cutoff, delta_, token_mass, state_.total));
+    const int64_t token_mass = mass(x);
+    NeighborPrefix kept = {0, 0};
+    if (considers_neighbors(x)) {
+      kept = kept_neighbors(x, token_mass, [this](uint32_t v) { return mass(v); });
+    } else {
+      __syncthreads();  // every thread has read the mass
     }
-    uint64_t to_all = 0;
-    if (prefix.is_of_decider) {
-      const Candidate candidate = {false, token_mass, token_mass + prefix.mass, state_.total, 0, 0, omega};
-      if (accepts(candidate, child, is_first)) to_all = kAccepted;
-    }
-    __syncwarp();
+    if (accepts({false, token_mass, token_mass + kept.mass, state_.total, 0, 0, omega}, child, is_first)) return true;
     int64_t cleared = threadIdx.x == 0 ? clear(x) : 0;
-    for_treated_neighbors(x, prefix, [&](uint32_t id) { cleared += clear(id); });
-    to_all |= static_cast<uint64_t>(warp_sum(cleared));
-    const uint64_t* const of_warps = block_.exchange(to_all);
-    const uint64_t of_warp = lane() < warps() ? of_warps[lane()] : 0;
-    state_.total -= warp_sum(static_cast<int64_t>(of_warp & ~kAccepted));
-    return __ballot_sync(kAllLanes, (of_warp & kAccepted) != 0) != 0;
+    for_treated_neighbors(x, kept.num_kept, [&](uint32_t id) { cleared += clear(id); });
+    state_.total -= block_.sum(cleared);
+    return false;
   }
 
   // Tries the children by the lanes of one warp, without neighbors.
@@ -270,21 +268,13 @@ class Verifier {
       entries_valid &= ok;
       sum += to_fixed_point(probability);
     });
-    const Total total = team_.total(sum, entries_valid);
+    const Total total = sum_of_slices(sum, entries_valid);
     draft_total_ = total.mass;
     return total.valid;
   }
 
-  // What the other warps learn from the warp that decides about a sampled child.
-  struct Decision {
-    bool is_accepted;
-    int64_t token_mass;  // includes what the rule moves there
-    double unit, draft_unit;
-  };
-
   // Tries the children of a node, from `child` on, which were drawn from the draft's row.
   __device__ void try_samples(int32_t node, int32_t child, double omega) {
-    __shared__ Decision of_decider;
     bool is_first = true;
     for (int32_t previous = node; child >= 0; previous = child, child = nodes_[child].next_sibling) {
       if (!is_valid(child, previous)) {
@@ -297,37 +287,29 @@ class Verifier {
         if (draft_total_ > 0) state_.status |= kInvalidDraft;
         continue;
       }
-      const bool considers = considers_neighbors(x);
-      const int64_t token_mass = considers || warp() == 0 ? static_cast<int64_t>(masses_(x)) : 0;
-      KeptNeighbors prefix = {0, 0, false, warp() == 0};
-      if (considers) {
-        prefix = keep_neighbors(
-            block_, [this](uint32_t v) { return static_cast<int64_t>(masses_(v)); }, V_, batch_.neighbors,
-            num_considered_, x, Budget(batch_.cutoff, delta_, token_mass, state_.total));
-        for_treated_neighbors(x, prefix, [this](uint32_t id) {
+      const int64_t token_mass = static_cast<int64_t>(masses_(x));
+      NeighborPrefix kept = {0, 0};
+      if (considers_neighbors(x)) {
+        kept = kept_neighbors(x, token_mass, [this](uint32_t v) { return static_cast<int64_t>(masses_(v)); });
+      }
+      const int64_t relaxed_mass = token_mass + kept.mass;
+      const bool is_accepted =
+          accepts({true, token_mass, relaxed_mass, state_.total, draft_mass, draft_total_, omega}, child, is_first);
+      if (!is_accepted) {
+        for_treated_neighbors(x, kept.num_kept, [this](uint32_t id) {
           if (is_own(id)) atomicOr(bits_ + id / kWarp, 1u << (id % kWarp));
         });
       }
-      if (prefix.is_of_decider) {
-        const int64_t relaxed_mass = token_mass + prefix.mass;
-        const bool is_accepted =
-            accepts({true, token_mass, relaxed_mass, state_.total, draft_mass, draft_total_, omega}, child, is_first);
-        if (lane() == 0) {
-          const bool moves = batch_.residual == ResidualRule::relaxed;
-          of_decider = {is_accepted, moves ? relaxed_mass : token_mass, 1 / static_cast<double>(state_.total),
-                        1 / static_cast<double>(draft_total_)};
-        }
-      }
-      __syncthreads();      // this block's nodes and bits may be in scratch memory
+      __syncthreads();      // this block's bits may be in scratch memory
       team_.sync_shared();  // every block has read the masses
       is_first = false;
       ++state_.num_trials;
-      if (of_decider.is_accepted) {
+      if (is_accepted) {
         state_.next = child;
         return;
       }
+      subtract(x, batch_.residual == ResidualRule::relaxed ? relaxed_mass : token_mass);
       draft_total_ -= draft_mass;
-      subtract(x, of_decider);
       if (state_.total == 0) {
         state_.status |= kEmptyResidual;
         refill_masses();
@@ -336,10 +318,11 @@ class Verifier {
   }
 
   // Subtracts the draft after a sampled candidate x was rejected, and takes x out of the draft. Its treated neighbors,
-  // which have a bit until then, have no mass by the relaxed rule; by the released one nothing is taken from them.
-  __device__ void subtract(uint32_t x, const Decision& decision) {
+  // which have a bit until then, have no mass by the relaxed rule, which moves it to x: that has `token_mass` then. By
+  // the released one nothing is taken from them.
+  __device__ void subtract(uint32_t x, int64_t token_mass) {
     const bool moves = batch_.residual == ResidualRule::relaxed;
-    const double unit = decision.unit, draft_unit = decision.draft_unit;
+    const double unit = 1 / static_cast<double>(state_.total), draft_unit = 1 / static_cast<double>(draft_total_);
     double sum = 0;  // below 2^53, so exact
     int64_t of_token = 0;
 #pragma unroll 1
@@ -363,7 +346,7 @@ class Verifier {
           is_treated = treated >> lane() & 1;
         }
         if (v >= end_) continue;
-        double mass = v == x ? static_cast<double>(decision.token_mass) : moves && is_treated ? 0.0 : masses[j];
+        double mass = v == x ? static_cast<double>(token_mass) : moves && is_treated ? 0.0 : masses[j];
         const float draft_mass = is_treated && !moves ? 0.0f : truncf(draft_probs[j] * static_cast<float>(kFixedOne));
         if (mass > 0) mass = residual_mass(mass, unit, static_cast<double>(draft_mass), draft_unit, slack_);
         if (v == x) {  // its mass and its neighbors' may be the whole row's
@@ -377,7 +360,7 @@ class Verifier {
         masses_.here(v) = mass;
       }
     }
-    state_.total = sum_of_team(static_cast<int64_t>(sum) + of_token, true).mass;
+    state_.total = sum_of_slices(static_cast<int64_t>(sum) + of_token, true, chunks()).mass;
   }
 
   // What takes the place of masses of which nothing is left.
@@ -392,7 +375,7 @@ class Verifier {
     } else {
       for (uint32_t v = begin_ + lane(); v < end_; v += kWarp) put(v, uniform_mass(V_));
     }
-    state_.total = sum_of_team(sum, true).mass;
+    state_.total = sum_of_slices(sum, true, chunks()).mass;
   }
 
   // Inverse CDF in vocabulary order: writes the first id at which the running sum of the residual exceeds a threshold.
@@ -415,21 +398,22 @@ class Verifier {
       if (lane() == 0) chunks()[w] += change;
     }
     __syncthreads();
-    int64_t threshold = draw_threshold(nodes_[0].uniform, state_.total);
-    const Found chunk = search_in_warp(num_chunks(), threshold, [](uint32_t w) { return chunks()[w]; });
-    if (chunk.index / warps() != team_.rank()) return;
-    threshold -= chunk.before;
-    const uint32_t end = min((chunk.index + 1) * share_, V_);
+    const int64_t limit = draw_threshold(nodes_[0].uniform, state_.total) + 1;
+    int64_t before = 0;
+    const unsigned chunk = first_reaching(num_chunks(), [](unsigned w) { return chunks()[w]; }, limit, &before);
+    if (chunk / warps() != team_.rank()) return;
+    const uint32_t end = min((chunk + 1) * share_, V_);
     const uint32_t part = (share_ / kWarp + warps() - 1) / warps() * kWarp;  // how many ids a warp takes
-    const uint32_t first = min(chunk.index * share_ + warp() * part, end), last = min(first + part, end);
+    const uint32_t first = min(chunk * share_ + warp() * part, end), last = min(first + part, end);
     int64_t sum = 0;
 #pragma unroll 1
     for (uint32_t v = first + lane(); v < last; v += kWarp) sum += mass(v);
     const uint64_t* const sums = block_.exchange(warp_sum(sum));
-    const Found own = search_in_warp(warps(), threshold, [=](uint32_t w) { return static_cast<int64_t>(sums[w]); });
-    if (own.index != warp()) return;
-    const Found id = search_in_warp(last - first, threshold - own.before, [&](uint32_t i) { return mass(first + i); });
-    if (lane() == 0) batch_.next_token[b_] = first + id.index;
+    const unsigned own =
+        first_reaching(warps(), [=](unsigned w) { return static_cast<int64_t>(sums[w]); }, limit, &before);
+    if (own != warp()) return;
+    const unsigned id = first_reaching(last - first, [&](unsigned i) { return mass(first + i); }, limit, &before);
+    if (lane() == 0) batch_.next_token[b_] = first + id;
   }
   __device__ void draw(bool is_dense) {
     if constexpr (kHasDrafts) {
@@ -473,13 +457,11 @@ class Verifier {
       }
       const uint32_t x = static_cast<uint32_t>(nodes_[child].token);
       const int64_t token_mass = row_mass(x);
-      KeptNeighbors prefix = {0, 0, false, warp() == 0};
+      NeighborPrefix kept = {0, 0};
       if (considers_neighbors(x)) {
-        prefix = keep_neighbors(
-            block_, [this](uint32_t v) { return row_mass(v); }, V_, batch_.neighbors, num_considered_, x,
-            Budget(batch_.cutoff, delta_, token_mass, state_.total));
+        kept = kept_neighbors(x, token_mass, [this](uint32_t v) { return row_mass(v); });
       }
-      if (!prefix.is_of_decider || lane() != 0 || !is_argmax(x, token_mass + prefix.mass, argmax, max_mass)) continue;
+      if (threadIdx.x != 0 || !is_argmax(x, token_mass + kept.mass, argmax, max_mass)) continue;
       nodes_[child].depth = nodes_[n].depth + 1;
       nodes_[child].parent = n;
       nodes_[child].num_non_argmax = nodes_[n].num_non_argmax + (x != argmax);
@@ -491,7 +473,7 @@ class Verifier {
   uint32_t V_;
   const Links& links_;
   Team& team_;
-  Block block_;
+  Team block_;
   Node* nodes_;
   unsigned* bits_;         // one for each id
   Slices<double> masses_;  // if kHasDrafts
@@ -501,6 +483,7 @@ class Verifier {
   float delta_;
   double slack_ = 0;         // for the node's children
   int64_t draft_total_ = 0;  // the mass that remains of the draft's row
+  bool slices_in_scratch_;
   int32_t node_ = 0;
   const float* row_ = nullptr;  // the target's, of this node
   State state_ = {};

@@ -100,8 +100,7 @@ template <bool kHasDrafts, class Links, class NodeAt>
 __device__ void verify(Team& team, const VerifyParams& batch, int64_t b, const Links& links, NodeAt node_at,
                        bool greedy, const Layout& layout, char* shared, Node* nodes = nullptr) {
   char* const scratch = batch.scratch + blockIdx.x * layout.scratch;
-  if (layout.scratch > 0) team.exchange_all_memory();  // the blocks' masses may be there
-  if (!nodes) nodes = reinterpret_cast<Node*>((layout.nodes.shared ? shared : scratch) + layout.nodes.offset);
+  if (!nodes) nodes = layout.nodes.in<Node>(shared, scratch);
   for (int64_t n = threadIdx.x; n < links.num_nodes(); n += blockDim.x) nodes[n] = node_at(n);
   if (links.accepted_nodes() && team.rank() == 0) {
     for (int64_t d = threadIdx.x; d < links.max_depth(); d += blockDim.x) links.accepted_nodes()[d] = -1;

@@ -26,11 +26,16 @@ struct Node {
 // Where a block's arrays are: each is in shared memory if it still fits there, else in the block's part of scratch.
 // Each warp of a team owns `share` ids that follow each other, a multiple of 32.
 struct Layout {
-  struct Region {
-    bool shared;
+  struct Span {
+    bool is_shared;
     int64_t offset;  // bytes
+
+    template <class T>
+    __device__ T* in(char* shared, char* scratch) const {
+      return reinterpret_cast<T*>((is_shared ? shared : scratch) + offset);
+    }
   };
-  Region nodes, bits, masses, draft;
+  Span nodes, bits, masses, draft;
   int64_t shared = 0, scratch = 0;  // bytes of each in all
   uint32_t share;
   unsigned cluster, threads;
@@ -45,7 +50,7 @@ struct Layout {
       const bool fits = shared + bytes <= device.shared;
       int64_t& end = fits ? shared : scratch;
       end += bytes;
-      return Region{fits, end - bytes};
+      return Span{fits, end - bytes};
     };
     const int64_t ids = warps * share;
     nodes = reserve(batch.N * sizeof(Node));
@@ -60,26 +65,24 @@ struct Layout {
 template <class T>
 class Slices {
  public:
-  __device__ Slices(char* shared, char* scratch, const Layout& layout, Layout::Region region, const Team& team)
-      : own_(reinterpret_cast<T*>((region.shared ? shared : scratch) + region.offset)), layout_(layout),
-        shared_(region.shared), team_(team) {}
+  __device__ Slices(char* shared, char* scratch, const Layout& layout, const Layout::Span& span, const Team& team)
+      : own_(span.in<T>(shared, scratch)), layout_(layout), is_shared_(span.is_shared), team_(team) {}
 
   __device__ T& here(uint32_t v) const { return own_[v - team_.rank() * ids()]; }  // the entry of an id of this block
-  __device__ T* at(uint32_t v) const {                                             // the entry of any id
-    if (team_.size() == 1) return own_ + v;
+  __device__ T operator()(uint32_t v) const {                                      // the entry of any id
+    if (team_.size() == 1) return own_[v];
     const unsigned rank = v / ids();
-    if (shared_) return in_block(own_, rank) + (v - rank * ids());
+    if (is_shared_) return in_block(own_, rank)[v - rank * ids()];
     const int64_t distance = (int64_t{rank} - team_.rank()) * layout_.scratch;
-    return reinterpret_cast<T*>(reinterpret_cast<char*>(own_) + distance) + (v - rank * ids());
+    return reinterpret_cast<T*>(reinterpret_cast<char*>(own_) + distance)[v - rank * ids()];
   }
-  __device__ T operator()(uint32_t v) const { return *at(v); }
 
  private:
   __device__ uint32_t ids() const { return layout_.share * warps(); }  // how many a block owns
 
   T* own_;
   const Layout& layout_;
-  bool shared_;
+  bool is_shared_;
   const Team& team_;
 };
 

@@ -11,7 +11,6 @@ from specvis_kernels import (
     INVALID_ROW,
     INVALID_RULE,
     INVALID_TREE,
-    backends,
     draw_tokens,
     guided_probs,
     verify_greedy,
@@ -267,20 +266,6 @@ def test_with_seeds_it_is_draw_tokens_and_verify_greedy(backend, filters, ranges
         assert torch.equal(a[~is_invalid], b[~is_invalid])
     assert not got.next_token[is_invalid].any() and not got.tv_excess.any()
     assert got.num_accepted.max() >= 2 and (~is_invalid).sum() >= 1
-
-
-@pytest.mark.skipif("cuda_emulated" not in backends("verify_logits", DEVICE), reason="needs a C++ compiler")
-@pytest.mark.parametrize("capability, multiprocessors", [(9, 24), (9, 6), (8, 132)])
-def test_draws_of_long_rows_in_clusters(capability, multiprocessors, monkeypatch):
-    monkeypatch.setenv("CUDA_ON_CPU_CAPABILITY", str(capability))
-    monkeypatch.setenv("CUDA_ON_CPU_SMS", str(multiprocessors))
-    args, kwargs = cases.verify_logits(3, 20, 4102, 4, {
-        "seeds": True, "branch": 3, "dtype": torch.bfloat16,
-        "settings": [(2.0, 1.0, 100, 0.9), (2.0, 0.0, 5, 0.5), (1.5, 1.5, 0, 1.0)]})
-    got, expected, _ = both(args, kwargs, "cuda_emulated")
-    assert not got.status.any() and got.num_accepted.max() >= 2
-    for a, b in zip(got[:3], expected[:3]):
-        assert torch.equal(a, b)
 
 
 def test_an_invalid_row_ends_the_path_of_draws(backend):
