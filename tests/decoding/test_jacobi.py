@@ -167,6 +167,7 @@ def test_finished_images_leave_the_batch(tiny, monkeypatch, m, temperature):
     def observe(step):
         num_steps.add_(step.active)
 
+    specvis.decoding.jacobi.check_causal(tiny.gpt)
     monkeypatch.setattr(tiny.gpt, "extend", counting)
     usual = jacobi_decode(tiny.gpt, *condition, sampling, [m] * 6, known_tokens=known_tokens, observe=observe, **small)
     assert {*batches} == {12} and torch.equal(num_steps, usual.target_forwards)  # rows: two an image

@@ -39,12 +39,11 @@ from specvis.decoding.methods import FRACTIONAL, METHODS, Method, method, parse_
     ("jacobi", {"window": 0}, "window must be a whole number within 1..1023, got 0"),
     ("jacobi", {"window": True}, "window must be a whole number within 1..1023, got True"),
     ("jacobi", {"window": "all"}, "window must be a whole number within 1..1023, got 'all'"),
-    ("jacobi", {"guess": "below"}, "guess must be one of above, last, got 'below'"),
     ("jacobi", {"refresh": 9}, "refresh must be a whole number within 0..8, got 9"),
     ("jacobi", {"refresh": -1}, "refresh must be a whole number within 0..8, got -1"),
     ("jacobi", {"refresh": True}, "refresh must be a whole number within 0..8, got True"),
     ("jacobi", {"refresh": 1, "seed_exact": False}, "refresh must be 0 where seed_exact is false: a guess .*, got 1"),
-    ("jacobi", {"draft_model": "eagle"}, "method jacobi has no parameter 'draft_model'; its parameters: window, guess"),
+    ("jacobi", {"draft_model": "eagle"}, "method jacobi has no parameter 'draft_model'; its parameters: window, refresh"),
     ("jacobi", {"seed_exact": False, "coupling": "half"}, "coupling must be one of maximal, none, got 'half'"),
     ("jacobi", {"seed_exact": "false"}, "seed_exact must be True or False, got 'false'"),
     ("jacobi", {"coupling": "none"}, "coupling must be maximal where seed_exact is true: with shared noise"),
@@ -162,7 +161,7 @@ def test_gsd_is_as_released_and_the_coupled_form_has_another_name():
     """GSD's code: 15 guesses, 13 others than the draft, within 0.15; all after the first rejection is drawn anew."""
     gsd = METHODS["gsd"]
     assert gsd.parameters == {
-        "window": 15, "guess": "above", "refresh": 0, "seed_exact": False, "coupling": "none", "k": 13, "delta": 0.15,
+        "window": 15, "refresh": 0, "seed_exact": False, "coupling": "none", "k": 13, "delta": 0.15,
         "cutoff": "tvd", "metric": "rank", "omega": 1.0, "nu": 0.0, "residual": "optimal"}
     assert METHODS["gsd+coupled"].parameters == gsd.parameters | {"window": 16, "coupling": "maximal", "k": 14}
     assert parse_method("gsd+coupled:k=6").label == "gsd+coupled:k=6"
