@@ -3,10 +3,7 @@
 BASELINES[op][name] takes the op's arguments without `backend` and `cutoff`. Baselines round and draw in their own ways.
 Where the results can be compared, tests/test_benchmarks.py checks them against the oracle too.
 """
-import importlib
-from collections.abc import Callable
 from importlib.util import find_spec
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -21,7 +18,6 @@ from specvis_kernels import (
     draw_tokens,
     expand_tree,
     guided_probs,
-    tree_attention,
     tree_mask,
     verify_greedy,
     verify_tree,
@@ -369,16 +365,6 @@ def rotate_and_index(qkv, kv_cache, lengths, positions, rotations, *, first_node
     return turned[:, :, :-G]
 
 
-def attention_split(way: str) -> Callable:
-    """tree_attention in Triton with another SPLIT, to be timed beside the default. See its file."""
-    def attend(*args, **kwargs):
-        kernels = importlib.import_module("specvis_kernels.triton.tree_attention")
-        with patch.object(kernels, "SPLIT", way):
-            return tree_attention(*args, **kwargs, backend="triton")
-
-    return attend
-
-
 JOINED = WeakTensorKeyDictionary()
 LIGER, FLASHINFER = (torch.cuda.is_available() and find_spec(name) is not None
                      for name in ("liger_kernel", "flashinfer"))
@@ -405,5 +391,3 @@ BASELINES = {
     "verify_logits": {"LANTERN's loop": lantern_loop, "two ops": all_rows_first},
     "verify_tree": {"python loop": python_loop},
 }
-if torch.version.cuda and torch.cuda.is_available():  # where Triton compiles, and the barrier of "counter" is enough
-    BASELINES["tree_attention"] |= {f"split: {way}": attention_split(way) for way in ("never", "counter")}

@@ -2,8 +2,7 @@
 
 It takes CHUNK columns at a time: first the cached columns, whose loads overlap with the tile before, then the nodes'
 columns, which the ancestors' bits make visible. The chunks' results are merged in order. If there are fewer rows and
-heads than multiprocessors, each chunk has a program of its own and a second kernel merges, with equal bits. SPLIT has
-other ways, to be timed.
+heads than multiprocessors, each chunk has a program of its own and a second kernel merges, with equal bits.
 """
 import os
 
@@ -14,10 +13,6 @@ import triton.language as tl
 from ._kernel import kernel
 
 CHUNK = 128
-# "kernels": as said above. "never": no chunk has a program of its own. "counter": the last of the programs merges, in
-# the same launch. All launches on a device then share counters, so they must come one after another. It is wrong on
-# AMD's GPUs: Triton's barrier does not wait there until what other warps store can be seen elsewhere.
-SPLIT = "kernels"
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -64,23 +59,6 @@ def load_columns(lengths, b, T, W):
     return tl.where(length < 0, 0, first_node), first_node, first_node + tl.minimum(T - first_node, 64 * W)
 
 
-@triton.jit
-def merge_and_store(parts, bests, totals, out, row, step, is_query, inside, d, D, end, CHUNK: tl.constexpr,
-                    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Merges the chunks before column `end` in order. row: of `out` and the first chunk; step: to the next chunk's"""
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    attended = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    part = row
-    for _ in tl.range(0, end, CHUNK, num_stages=3):
-        best, total, attended = merge(best, total, attended, tl.load(bests + part, mask=is_query, other=0.0),
-                                      tl.load(totals + part, mask=is_query, other=0.0),
-                                      tl.load(parts + part[:, None] * D + d[None, :], mask=inside, other=0.0))
-        part += step
-    attended = attended / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out + row[:, None] * D + d[None, :], attended.to(out.dtype.element_ty), mask=inside)
-
-
 @kernel("q", "k_cache", "v_cache", "out", "parts", "q_node", "q_head", "k_row", "k_column", "k_head", "v_row",
         "v_column", "v_head", "D")
 def tree_attention_kernel(
@@ -91,7 +69,6 @@ def tree_attention_kernel(
         key_mask,                            # (R, S) or None
         out,                                 # (R, N, H, D)
         parts, bests, totals,                # (chunks, R, N, H, D) and twice (chunks, R, N, H), to be merged
-        counters,                            # 0 for each program of the first two axes, as it is left; or None
         q_row, q_node, q_head, k_row, k_column, k_head, v_row, v_column, v_head,  # strides
         R, B, N, T, S, W, D, scale, H: tl.constexpr, G: tl.constexpr, CHUNK: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
@@ -111,8 +88,7 @@ def tree_attention_kernel(
     k_cache += r * k_row + h * k_head
     v_cache += r * v_row + h * v_head
     num_columns, first_node, end = load_columns(lengths, b, T, W)
-    end_of_all = tl.maximum(end, num_columns)
-    end = end_of_all
+    end = tl.maximum(end, num_columns)
     chunk = tl.program_id(2) * CHUNK
     is_whole = tl.num_programs(2) == 1
     if not is_whole:
@@ -156,13 +132,6 @@ def tree_attention_kernel(
         tl.store(parts + part[:, None] * D + d[None, :], whole, mask=inside)
         tl.store(bests + part, whole_best, mask=is_query)
         tl.store(totals + part, whole_total, mask=is_query)
-        if counters is not None:
-            tl.debug_barrier()               # every thread has stored, before one counts for all and releases
-            counter = counters + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-            if tl.atomic_add(counter, 1) == tl.num_programs(2) - 1:
-                tl.store(counter, 0)
-                merge_and_store(parts, bests, totals, out, row, R * N * H, is_query, inside, d, D, end_of_all, CHUNK,
-                                BLOCK_M, BLOCK_D)
 
 
 @kernel("parts", "out", "D")
@@ -178,15 +147,22 @@ def merge_kernel(
     d = tl.arange(0, BLOCK_D)
     is_query = m < N * H
     inside = is_query[:, None] & (d < D)[None, :]
-    merge_and_store(parts, bests, totals, out, r * N * H + m, R * N * H, is_query, inside, d, D, end, CHUNK, BLOCK_M,
-                    BLOCK_D)
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    attended = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row = r * N * H + m
+    part = row
+    for _ in tl.range(0, end, CHUNK, num_stages=3):
+        best, total, attended = merge(best, total, attended, tl.load(bests + part, mask=is_query, other=0.0),
+                                      tl.load(totals + part, mask=is_query, other=0.0),
+                                      tl.load(parts + part[:, None] * D + d[None, :], mask=inside, other=0.0))
+        part += R * N * H
+    attended = attended / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + row[:, None] * D + d[None, :], attended.to(out.dtype.element_ty), mask=inside)
 
 
 def num_multiprocessors(device):
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-counters_of = {}  # device -> zeros, for SPLIT = "counter"
 
 
 def tree_attention(q, k_cache, v_cache, lengths, ancestors, key_mask, scale):
@@ -202,24 +178,19 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, key_mask, scale):
         block_m = 16 if N * G <= 16 else max(16, min(most, 2 * most * 32 // block_d, 32 if N * G <= 32 else most))
         block_t = 16 if D % 16 != 0 else max(16, min(most, most * most // block_d))
         grid = R * Hkv, triton.cdiv(N * G, block_m)
-        num_chunks = triton.cdiv(T, CHUNK) if SPLIT != "never" and grid[0] < num_multiprocessors(q.device) else 1
+        num_chunks = triton.cdiv(T, CHUNK) if grid[0] < num_multiprocessors(q.device) else 1
         parts = bests = totals = torch.empty(1, dtype=torch.float32, device=q.device)
         if num_chunks > 1:
             parts = torch.empty((num_chunks, R, N, H, D), dtype=torch.float32, device=q.device)
             bests, totals = torch.empty((2, num_chunks, R, N, H), dtype=torch.float32, device=q.device)
-        counters = None
-        if num_chunks > 1 and SPLIT == "counter":
-            counters = counters_of.get(q.device)
-            if counters is None or len(counters) < grid[0] * grid[1]:
-                counters = counters_of[q.device] = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=q.device)
         num_warps = 8 if q.element_size() == 4 and block_m * block_d >= 1024 else 4
         wide = q.dtype == torch.float32 or IS_INTERPRETED     # the interpreter's bfloat16 is wrong
         tree_attention_kernel[(*grid, num_chunks)](
             q, k_cache, v_cache, lengths, ancestors, None if key_mask is None else key_mask.view(torch.uint8), out,
-            parts, bests, totals, counters, *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], R, B, N, T,
+            parts, bests, totals, *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], R, B, N, T,
             0 if key_mask is None else key_mask.shape[1], W, D, scale, H=H, G=G, CHUNK=CHUNK, BLOCK_M=block_m,
             BLOCK_T=block_t, BLOCK_D=block_d, WIDE=wide, num_warps=num_warps, enable_fp_fusion=False)
-        if num_chunks > 1 and counters is None:
+        if num_chunks > 1:
             merge_kernel[(R, triton.cdiv(N * H, 16))](
                 parts, bests, totals, lengths, out, R, B, N, T, W, D, H=H, CHUNK=CHUNK, BLOCK_M=16, BLOCK_D=block_d,
                 num_warps=4, enable_fp_fusion=False)

@@ -43,7 +43,7 @@ from specvis.decoding.methods import FRACTIONAL, METHODS, Method, method, parse_
     ("jacobi", {"refresh": -1}, "refresh must be a whole number within 0..8, got -1"),
     ("jacobi", {"refresh": True}, "refresh must be a whole number within 0..8, got True"),
     ("jacobi", {"refresh": 1, "seed_exact": False}, "refresh must be 0 where seed_exact is false: a guess .*, got 1"),
-    ("jacobi", {"draft_model": "eagle"}, "method jacobi has no parameter 'draft_model'; its parameters: window, refresh"),
+    ("jacobi", {"draft_model": "eagle"}, "jacobi has no parameter 'draft_model'; its parameters: window, refresh"),
     ("jacobi", {"seed_exact": False, "coupling": "half"}, "coupling must be one of maximal, none, got 'half'"),
     ("jacobi", {"seed_exact": "false"}, "seed_exact must be True or False, got 'false'"),
     ("jacobi", {"coupling": "none"}, "coupling must be maximal where seed_exact is true: with shared noise"),

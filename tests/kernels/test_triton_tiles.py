@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 
-from benchmarks.baselines import attention_split
+import specvis_kernels
 from specvis_kernels import backends
 from tests import cases
 from tests.cases.comparing import assert_agree, run
@@ -46,13 +46,11 @@ def test_inexact_rows_of_several_blocks(op, case, monkeypatch):
 
 @pytest.mark.skipif("triton" not in backends("tree_attention", cases.DEVICE), reason="needs Triton")
 def test_chunks_that_have_programs_of_their_own_give_the_same_bits(monkeypatch):
-    """With many rows or few: the chunks end at 128 columns, one of them amid the nodes. SPLIT changes nothing."""
+    """With many rows or few: the chunks end at 128 columns, one of them amid the nodes."""
     kernels = importlib.import_module("specvis_kernels.triton.tree_attention")
     args, kwargs = cases.tree_attention(2, 20, 2, 1, 16, {"columns": 280, "lengths": [250, 3], "mask": True})
     results = []
-    for multiprocessors, split in ((1, "kernels"), (99, "kernels"), (99, "never"), (99, "counter")):
+    for multiprocessors in (1, 99):
         monkeypatch.setattr(kernels, "num_multiprocessors", lambda device, count=multiprocessors: count)
-        results.append(attention_split(split)(*args, **kwargs))
-    assert all(result.equal(results[0]) for result in results) and results[0].any()
-    counters = kernels.counters_of[args[0].device]
-    assert len(counters) == 4 * 2 and not counters.any()  # of rows and blocks of queries; they are left as they were
+        results.append(specvis_kernels.tree_attention(*args, **kwargs, backend="triton"))
+    assert results[0].equal(results[1]) and results[0].any()

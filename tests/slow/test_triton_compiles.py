@@ -3,11 +3,10 @@
 At the real sizes it does not spill registers on an H200. It is not compiled again in the middle of decoding, when the
 sizes change that change there. The interpreter, which runs the kernels in the other tests where there is no GPU,
 accepts more than the compiler, and cannot share a process with it: so this file is also a program,
-`python -m tests.slow.test_triton_compiles sm_90`. It prints what the kernels use. With `sm_90 counter` these are the
-kernels of tree_attention with SPLIT = "counter". With `sm_90 decoding` it prints how often each would be compiled, and
-compiles none. With `sm_90 loops` it prints the variables that a loop assigns and forgets.
+`python -m tests.slow.test_triton_compiles sm_90`. It prints what the kernels use. With `sm_90 decoding` it prints
+how often each would be compiled, and compiles none. With `sm_90 loops` it prints the variables that a loop assigns and
+forgets.
 """
-import importlib
 import json
 import os
 import re
@@ -41,11 +40,11 @@ def program(*arguments):
 
 
 @pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
-@pytest.mark.parametrize("gpu, which", [*((gpu, "all") for gpu in GPUS), ("sm_90", "counter")])
-def test_every_kernel_compiles(gpu, which):
-    kernels = program(gpu, which)
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_kernel_compiles(gpu):
+    kernels = program(gpu)
     assert kernels
-    if (gpu, which) == ("sm_90", "all"):
+    if gpu == "sm_90":
         release = tuple(map(int, version("triton").split(".")[:2]))
         most = 0 if release >= (3, 9) else 32  # 3.6 to 3.8 give a few kernels a stack of up to 32 bytes
         spilling = [row for row in kernels if row[3] > most and row[-1]]
@@ -227,11 +226,8 @@ def main(gpu, which="all"):
         make_ir, ASTSource.make_ir = ASTSource.make_ir, make_first_step
         JITFunction.run, knobs.compilation.always_compile = first_step_only, True
     specvis_kernels._define.backends = lambda op, device: ["triton"]
-    if which == "counter":
-        attention = importlib.import_module("specvis_kernels.triton.tree_attention")
-        attention.SPLIT, attention.num_multiprocessors = "counter", lambda device: 132
     if which != "decoding":
-        for op in ["tree_attention"] if which == "counter" else benchmarks.ops.ROWS:
+        for op in benchmarks.ops.ROWS:
             sizes = [*real_cases(op), *cases.CASES[op]]
             for case in sizes if find_spec(f"specvis_kernels.triton.{op}") else []:
                 args, kwargs = getattr(cases, op)(*case)
