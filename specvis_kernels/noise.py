@@ -85,8 +85,8 @@ def gumbel_noise(seeds: Seeds, positions: Tensor, n: int) -> Tensor:
 def check_noise(seeds: Seeds, positions: Tensor, n: int) -> tuple[Tensor, Tensor, int]:
     """Raise ValueError unless these are the arguments of `philox_words`; returns them."""
     B, L = check_dims("positions", positions, "BL")
-    return (check_seeds(seeds, positions, B), integers("positions", positions, torch.int64, B=B, L=L),
-            check_count("n", n, 0))
+    positions = integers("positions", positions, torch.int64, seeds if isinstance(seeds, Tensor) else None, B=B, L=L)
+    return check_seeds(seeds, positions, B), positions, check_count("n", n, 0)
 
 
 def to_gumbel(words: Tensor) -> Tensor:
