@@ -44,8 +44,9 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
         assert result.exit_code == 0, result.output
         pictures[name] = Image.open(out).tobytes()
         if name == "default":
-            assert re.fullmatch(rf"wrote {out}: 1 of 1 pictures, 8 x 8 pixels, \d+\.\d s, \d+ target forwards a "
-                                r"picture, tau \d\.\d\d tokens a forward; same picture as --method vanilla --seed 7",
+            assert re.fullmatch(rf"wrote {out}: 1 of 1 pictures, 8 x 8 pixels, \d+\.\d s, by jacobi:window=4, \d+ "
+                                r"target forwards a picture, tau \d\.\d\d tokens a forward; "
+                                "same picture as --method vanilla --seed 7",
                                 result.output.strip())
     assert pictures["default"] == pictures["vanilla"] != pictures["another seed"]
     x = tmp_path / "new" / "folder" / "x.png"
@@ -137,8 +138,8 @@ def test_generate_draws_each_prompt_of_a_file(weights, lines, tmp_path, name):
         result = generate(lines, tmp_path / str(batch), weights, "--method", name, "--seed", 5, "--batch", batch)
         assert result.exit_code == 0, result.output
         assert [path.name for path in written_in(tmp_path / str(batch))] == NAMES
-        assert re.search(rf"{batch}: 4 of 4 pictures, 8 x 8 pixels, \d+\.\d s, \d+\.\d\d pictures a second, \d+ target "
-                         r"forwards a picture, tau \d\.\d\d tokens a forward", result.output)
+        assert re.search(rf"{batch}: 4 of 4 pictures, 8 x 8 pixels, \d+\.\d s, \d+\.\d\d pictures a second, "
+                         rf"by {name}\S*, \d+ target forwards a picture, tau \d\.\d\d tokens a forward", result.output)
         assert ("same pictures as --method vanilla --seed 5" in result.output) == (name in ("jacobi", "eagle2"))
     for i, prompt in enumerate(("red heart", "blue heart", "red heart", "heart")):
         run("generate", "--prompt", prompt, "--method", name, "--seed", 5 + i, "--scale", 1, "--model", weights,
@@ -245,7 +246,7 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys
 def test_an_animation_shows_each_token_from_its_forward_on(weights, lines, tmp_path):
     out = tmp_path / "x.gif"
     result = run("generate", "--prompts", lines, "--scale", 4, "--animate", out, "--model", weights)
-    assert result.exit_code == 0 and re.search(r"x.gif: 4 pictures; target forwards: vanilla 16, jacobi \d+$",
+    assert result.exit_code == 0 and re.search(r"x.gif: 4 pictures; target forwards: vanilla 16, jacobi:window=2 \d+$",
                                                result.stdout.strip())
     assert not (tmp_path / "pictures").exists()
     film, gray, left = Image.open(out), [], {0: [], 1: []}
@@ -335,7 +336,8 @@ def test_the_command_and_python_draw_the_same_picture(weights, tmp_path, name, k
 def test_a_log_has_a_line_from_time_to_time(weights, tmp_path, monkeypatch):
     monkeypatch.setattr("specvis.cli.progress.EVERY", 0)
     result = run("generate", "--prompt", "red heart", "-n", 3, "--out", tmp_path / "x.png", "--model", weights)
-    assert re.match(r"jacobi: 3 of 48 tokens, 0 s, about \d+ s left\n(jacobi: .*\n)+wrote ", result.output)
+    assert re.match(r"jacobi:window=2: 3 of 48 tokens, 0 s, about \d+ s left\n(jacobi:window=2: .*\n)+wrote ",
+                    result.output)
 
 
 def test_the_shipped_model_draws(tmp_path):

@@ -237,10 +237,10 @@ def settings_of(drawing: Drawing, method: Method | ContinuousMethod, seed: int, 
     """What the pictures of a folder have in common. The device is not among it, nor how many are drawn at once; what
     `method` is with the window for these is only noted."""
     encoder = drawing.text_encoder or read_settings(drawing.model).text_encoder
-    settings = vars(drawing) | {"specvis": version("specvis"), "model": fingerprint(drawing.model),
-                                "folder": str(drawing.model), "method": method.label,
-                                "drawn_by": drawing.method.label, "seed": seed, "n": count,
-                                "text_encoder": encoder and fingerprint(Path(encoder))}
+    settings = {"specvis": version("specvis")} | vars(drawing) | {
+        "model": fingerprint(drawing.model), "folder": str(drawing.model), "method": method.label,
+        "drawn_by": drawing.method.label, "seed": seed, "n": count,
+        "text_encoder": encoder and fingerprint(Path(encoder))}
     return {name: value for name, value in settings.items() if name not in ("file", "device", "batch")}
 
 
