@@ -111,17 +111,6 @@ def refuse_filters(what: str) -> None:
             raise ValueError(f"{name} must not be given with {what}: continuous tokens have no filters")
 
 
-def given_options(but: tuple[str, ...]) -> list[str]:
-    """The options that the user gave, as one would write them again; `but`: without these."""
-    context, words = click.get_current_context(), []
-    for option in context.command.params:
-        value = context.params[option.name]
-        if is_given(option.name) and option.name not in but:
-            words += [option.opts[0]] if option.is_flag else [
-                f"{option.opts[0]} {one}" for one in (value if option.multiple else [value])]
-    return words
-
-
 def takes_files(folder: Path) -> bool:
     """Whether files can be made in `folder`. It tries: permissions alone do not say so."""
     try:
