@@ -2,7 +2,7 @@
 import torch
 from torch import Tensor
 
-from ._checks import Seeds, check_count, check_seeds
+from ._checks import Seeds, check_count, check_seeds, to_integer
 from ._define import define
 from .noise import check_noise, philox_words
 
@@ -37,8 +37,9 @@ def philox_uniforms(seeds: Seeds, positions: Tensor | int, n: int, *, stream: in
         True
     """
     if not isinstance(positions, Tensor):
-        length = check_count("positions", positions, 0)
-        seeds = check_seeds(seeds)
+        length, seeds = to_integer(positions), check_seeds(seeds)
+        if length is None or length < 0:
+            raise ValueError(f"positions must be int64 or int32 (B, L), or an integer >= 0, got {positions!r}")
         positions = torch.arange(length, device=seeds.device).expand(len(seeds), length)
     seeds, positions, n = check_noise(seeds, positions, n)
     return _call(backend, seeds, positions, n, check_count("stream", stream, 0), check_count("turn", turn, 0))

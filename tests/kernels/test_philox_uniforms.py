@@ -51,7 +51,7 @@ def test_they_compile():
 @pytest.mark.parametrize("arguments, message", [
     ({"seeds": torch.zeros(2)}, r"seeds must be int64 or int32 \(B=2\), got float32 \(2,\)"),
     ({"seeds": 0.5}, r"seeds must be int64 or int32 \(B=1\), or integers of 64 bits, one for each .*, got 0.5"),
-    ({"positions": -1}, "positions must be an integer >= 0, got -1"),
+    ({"positions": -1}, "positions must be .*, or an integer >= 0, got -1"),
     ({"positions": torch.zeros(2, 1)}, r"positions must be int64 or int32 \(B=2, L=1\), got float32 \(2, 1\)"),
     ({"positions": torch.zeros(3, 1, dtype=torch.int64)}, r"seeds must be int64 or int32 \(B=3\), got int64 \(2,\)"),
     ({"n": -1}, "n must be an integer >= 0, got -1"),
