@@ -232,90 +232,98 @@ class GuidedRow {
     return bin_at(w, first_reaching(share, value, search->limit, &search->above));
   }
 
+  // Bins of equal steps from the best logit down to the least one. exp(-28) is nothing in fixed point, so that the
+  // steps by mass end there; by count they end sooner where some logit is very far below, as those may be that somebody
+  // has masked. What is below the steps is in bin 0, as is -inf.
+  struct CoarseBins {
+    float best, scale;
+
+    __device__ unsigned of(float x) const {
+      const float bin = fused(x - best, scale, kInteger + (kBins - 1));  // rounded to an integer
+      return bin >= kInteger + 1 ? __float_as_uint(bin) - kIntegerBits : 0;
+    }
+    // The shuffles make the compiler find bins again, not keep those of all entries in registers from pass to pass.
+    __device__ void again() {
+      best = __shfl_sync(kAllLanes, best, 0);
+      scale = __shfl_sync(kAllLanes, scale, 0);
+    }
+  };
+  __device__ CoarseBins coarse_bins(bool by_mass) const {
+    const float best = __shfl_sync(kAllLanes, best_, 0);
+    const float reach = best - shared_->least[warp()], most = by_mass ? 28.0f : 1024.0f;
+    return {best, fminf((kBins - 4) / (reach <= most ? reach : by_mass ? 28.0f : 128.0f), 1e30f)};
+  }
+
   // The lowest logit such that less than top_k logits are greater, or that the mass of the greater ones that are kept
   // is less than the share top_p of the mass of all of these; -inf if that is so for all logits.
   __device__ float threshold(bool by_mass) {
     Search search = {by_mass, by_mass ? 0 : int64_t{shared_->top_k}, 0};
-    // (The shuffles make the compiler find bins again, not keep the bins of all entries in registers from pass to
-    // pass.)
-    //
-    // Equal steps down to the least logit. No mass is further below the best than 28; and where some logit is very far
-    // below, as those may be that somebody has masked, the steps end sooner. What is below them is in bin 0, as is
-    // -inf.
-    float best = __shfl_sync(kAllLanes, best_, 0);
-    const float reach = best - shared_->least[warp()], most = by_mass ? 28.0f : 1024.0f;
-    float scale = fminf((kBins - 4) / (reach <= most ? reach : by_mass ? 28.0f : 128.0f), 1e30f);
-    const auto bin_of = [&](float x) {
-      const float bin = fused(x - best, scale, kInteger + (kBins - 1));  // rounded to an integer
-      return bin >= kInteger + 1 ? __float_as_uint(bin) - kIntegerBits : 0;
-    };
+    CoarseBins bins = coarse_bins(by_mass);
     if (by_mass) {
       for_each_once([&](float x) {
-        const unsigned bin = bin_of(x);
+        const unsigned bin = bins.of(x);
         if (bin > 0 && x >= lowest_) add(bin, x);
       });
     } else {
       entries_.for_each(packs_, [&](float x) {
-        const unsigned bin = bin_of(x);
+        const unsigned bin = bins.of(x);
         if (bin > 0) atomicAdd(&shared_->low[bin], 1u);
       });
     }
-    // If many logits are in the bin that is found, up to three digits of their keys follow.
-    Bounds keys;
-    int shift = -1;  // where the digit is
+    const unsigned bin = find_bin(&search);
+    bins.again();
+    const auto is_candidate = [&](float x) {
+      return bins.of(x) == bin % kBins && x > -INFINITY && (!by_mass || x >= lowest_);
+    };
+    entries_.for_each_of(packs_, is_candidate, [&](float x) {  // each block lists its own
+      const unsigned at = atomicAdd(&shared_->num_candidates[by_mass], 1u);
+      if (at < kMaxCandidates) shared_->candidates[by_mass][at] = x;
+    });
+    team_.sync_shared();
+    clear();
+    const unsigned of_lane = lane() < team_.size() ? in_block(shared_, lane())->num_candidates[by_mass] : 0;
+    const unsigned n = __reduce_add_sync(kAllLanes, of_lane);
+    if (n > kMaxCandidates) return by_digits(search, is_candidate);
+    if (warp() == 0) {
+      const float found = n == 0 ? -INFINITY : among(gather(by_mass, of_lane), n, search);
+      if (lane() == 0) shared_->found = found;
+    }
+    __syncthreads();
+    return shared_->found;
+  }
+
+  // The threshold among many candidates: by up to three digits of their keys.
+  template <class IsCandidate>
+  __device__ float by_digits(Search search, const IsCandidate& is_candidate) {
+    Bounds keys = {UINT32_MAX, 0};
+    for_each_once([&](float x) {
+      if (!is_candidate(x)) return;
+      keys.low = min(keys.low, ordered(x));
+      keys.high = max(keys.high, ordered(x));
+    });
+    keys = bounds(keys);
 #pragma unroll 1
     while (true) {
-      const unsigned bin = find_bin(&search);
-      if (shift < 0) {  // the logits of that bin, of which each block lists its own
-        best = __shfl_sync(kAllLanes, best, 0);
-        scale = __shfl_sync(kAllLanes, scale, 0);
-        const auto is_candidate = [&](float x) {
-          return bin_of(x) == bin % kBins && x > -INFINITY && (!by_mass || x >= lowest_);
-        };
-        entries_.for_each_of(packs_, is_candidate, [&](float x) {
-          const unsigned at = atomicAdd(&shared_->num_candidates[by_mass], 1u);
-          if (at < kMaxCandidates) shared_->candidates[by_mass][at] = x;
-        });
-        team_.sync_shared();
-        clear();
-        const unsigned of_lane = lane() < team_.size() ? in_block(shared_, lane())->num_candidates[by_mass] : 0;
-        const unsigned n = __reduce_add_sync(kAllLanes, of_lane);
-        if (n <= kMaxCandidates) {
-          if (warp() == 0) {
-            const float found = n == 0 ? -INFINITY : among(gather(by_mass, of_lane), n, search);
-            if (lane() == 0) shared_->found = found;
-          }
-          __syncthreads();
-          return shared_->found;
-        }
-        keys = {UINT32_MAX, 0};
-        for_each_once([&](float x) {
-          if (!is_candidate(x)) return;
-          keys.low = min(keys.low, ordered(x));
-          keys.high = max(keys.high, ordered(x));
-        });
-        keys = bounds(keys);
-      } else {
-        team_.sync_shared();  // every thread has read the bins
-        clear();
-        __syncthreads();
-        if (bin == kBins) return -INFINITY;
-        keys.low += bin << shift;
-        keys.high = min(keys.high, keys.low + ((1u << shift) - 1));
-        if (shift == 0) return float_of(static_cast<int32_t>(keys.low ^ 0x80000000u));
-      }
-      shift = 0;
+      int shift = 0;  // where the digit is
       while ((keys.high - keys.low) >> shift >= kBins) ++shift;
       for_each_once([&](float x) {
         const uint32_t key = ordered(x);
-        if (key < keys.low || key > keys.high || (by_mass && x < lowest_)) return;
+        if (key < keys.low || key > keys.high || (search.by_mass && x < lowest_)) return;
         const unsigned digit = (key - keys.low) >> shift;
-        if (by_mass) {
+        if (search.by_mass) {
           add(digit, x);
         } else {
           atomicAdd(&shared_->low[digit], 1u);
         }
       });
+      const unsigned digit = find_bin(&search);
+      team_.sync_shared();  // every thread has read the bins
+      clear();
+      __syncthreads();
+      if (digit == kBins) return -INFINITY;
+      keys.low += digit << shift;
+      keys.high = min(keys.high, keys.low + ((1u << shift) - 1));
+      if (shift == 0) return float_of(static_cast<int32_t>(keys.low ^ 0x80000000u));
     }
   }
 
