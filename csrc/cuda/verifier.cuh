@@ -428,6 +428,7 @@ class Verifier {
   // The sum over tried siblings of the probability of reaching one times what it adds, by the lanes of one warp.
   __device__ double tv_excess() const {
     double result = 0, reach_prob = 1;
+    __syncwarp();  // thread 0 has written the trials
 #pragma unroll 1
     for (int32_t start = 0; start < state_.num_trials; start += kWarp) {
       const int32_t count = min(state_.num_trials - start, kWarp), own = static_cast<int32_t>(lane());

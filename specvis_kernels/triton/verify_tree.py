@@ -79,10 +79,11 @@ def verify_tree(target_probs, tokens, first_child, next_sibling, uniforms, draft
         mass = tokens.new_empty(B, V)
         draft_mass = None if draft_probs is None else tokens.new_empty(B, V)
         greedy_scratch = None if greedy is None else tokens.new_empty(B, 3, N, dtype=torch.int32)
+        warps = 8 if greedy is None else 16  # 8 would spill registers, with code for both kinds of requests
         verify_tree_kernel[(B,)](
             target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
             omega, None if greedy is None else greedy.view(torch.uint8), id_range, mass, draft_mass, greedy_scratch,
             accepted_nodes, num_accepted, next_token, tv_excess, status, N, V, M, max_depth, C, k, offset, first_id,
             V if last_id is None else last_id, CUTOFF=cutoff, RESIDUAL=residual, EMPTY=empty, BLOCK=block("V", V),
-            BLOCK_K=block("k", max(k, 1)), num_warps=8, enable_fp_fusion=False)
+            BLOCK_K=block("k", max(k, 1)), num_warps=warps, enable_fp_fusion=False)
     return accepted_nodes, num_accepted, next_token, tv_excess, status
