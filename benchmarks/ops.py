@@ -144,9 +144,6 @@ ROWS = {
          (1, 60, 20, 20, 64, XL_HEADS)],
         lambda B, N, H, Hkv, D, options: 2 * B * ((options["lengths"][0] + N) * 2 * Hkv + 2 * N * H) * D
         * options.get("dtype", torch.float32).itemsize),
-    "tree_from_mask": (
-        [(B, 60) for B in (1, 8, 64)],
-        lambda B, N: B * N * (N + 4)),
     "philox_uniforms": (  # of the nodes of a tree
         [(B, 1, 60) for B in (1, 8, 64)],
         lambda B, L, n: B * L * (8 + n * 4)),
@@ -187,8 +184,8 @@ ON_GPUS = {  # op -> sizes
 REWINDS = {"commit_tokens": lambda args, kwargs: args[1].zero_()}  # the counts: later calls would find full images
 FIRST = ("draft_frontier", "verify_logits", "draft_children", "draw_tokens", "tree_attention", "rotate_into_cache",
          "rms_norm", "swiglu", "select_tree", "commit_kv", "tree_links", "commit_tokens")  # the ops of a step
-LAST = ("draw_children", "expand_tree", "guided_probs", "neighborhood_sum", "tree_from_mask",
-        "verify_chain", "verify_greedy", "verify_tree")  # these no loop here calls
+LAST = ("draw_children", "expand_tree", "guided_probs", "neighborhood_sum", "verify_chain", "verify_greedy",
+        "verify_tree")  # these no loop here calls
 GROUPS = ("kernels", "others", "baselines", "oracles")
 AGAIN = 75  # the exit status that asks for another run, as sysexits.h has it
 

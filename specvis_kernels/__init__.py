@@ -66,7 +66,7 @@ __all__ = [
     "draft_children", "draft_frontier", "draw_children", "draw_tokens", "expand_tree",
     "guided_probs", "neighborhood_sum", "packed_linear", "philox_uniforms", "resample_gaussian", "rms_norm",
     "rotate_into_cache", "sample_residual", "select_tree", "swiglu", "token_log_probs", "transformer_blocks",
-    "tree_attention", "tree_from_mask", "tree_links", "tree_mask", "verify_chain", "verify_greedy", "verify_logits",
+    "tree_attention", "tree_links", "tree_mask", "verify_chain", "verify_greedy", "verify_logits",
     "verify_tree",
     "AcceptGaussianResult", "CoupleTokensResult", "DecoderLayer", "DenoiseTokensResult",
     "DenoiserBlock", "DraftChildrenResult", "DraftFrontierResult", "DrawChildrenResult", "DrawTokensResult",
@@ -75,6 +75,6 @@ __all__ = [
     "StatusError", "TokenLogProbsResult", "TransformerBlock", "TreeLinksResult", "VerifyChainResult",
     "VerifyGreedyResult", "VerifyResult",
     "backends", "check_status", "gumbel_noise", "ops", "pack_blocks", "pack_denoiser", "pack_layers", "pack_weight",
-    "philox_words", "tree_from_choices", "tree_from_paths", "tree_paths",
+    "philox_words", "tree_from_choices", "tree_from_mask", "tree_from_paths", "tree_paths",
     "EMPTY_RESIDUAL", "INVALID_DRAFT", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE", "OUT_OF_TRIES",
 ]

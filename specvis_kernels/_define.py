@@ -15,7 +15,7 @@ _vmap.py says what torch.func.vmap does. _mutating.py has what the four ops that
 
 Most ops report on each row or request in `status` (int32), by the bits of status.py. These do not:
 codebook_neighbors, commit_kv, commit_tokens, philox_uniforms, rms_norm, rotate_into_cache, swiglu, tree_attention,
-tree_from_mask, tree_mask, and those of whole layers.
+tree_mask, and those of whole layers.
 """
 import inspect
 import os

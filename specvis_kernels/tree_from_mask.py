@@ -3,10 +3,9 @@ import torch
 from torch import Tensor
 
 from ._checks import check_dims
-from ._define import define
 
 
-def tree_from_mask(mask: Tensor, *, backend: str | None = None) -> Tensor:
+def tree_from_mask(mask: Tensor) -> Tensor:
     """Make parents from a mask by which each node attends to its ancestors: EAGLE's `tree_mask`, or `attn_mask`.
 
     The parent of a node is the last other node that it sees. A node that sees no other is unused, except the root.
@@ -18,7 +17,6 @@ def tree_from_mask(mask: Tensor, *, backend: str | None = None) -> Tensor:
         mask:      (.., N, N) of any dtype: True, or not 0, where the row's node sees the column's. Parents come before
                    their children. The diagonal is not read. Give `mask == 0` for an additive mask of 0 and -inf,
                    and the last N columns of a mask that has columns of cached tokens
-        backend:   None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
         parents:   (B, N) int32   B is the product of the leading sizes. -1 for the root, -2 for unused nodes. It is N,
@@ -43,11 +41,7 @@ def tree_from_mask(mask: Tensor, *, backend: str | None = None) -> Tensor:
     B, N, columns = check_dims("mask", mask, "BNN")
     if N != columns or N < 1:
         raise ValueError(f"mask must be (.., N, N) with N >= 1, got shape {tuple(mask.shape)}")
-    return _call(backend, mask if mask.dtype == torch.bool else mask != 0)
-
-
-def _oracle(mask: Tensor):
-    N = mask.shape[1]
+    mask = mask != 0
     node = torch.arange(N, device=mask.device)
     sees = mask & (node != node.unsqueeze(1))
     parents = torch.where(sees, node, -1).amax(2)
@@ -55,10 +49,3 @@ def _oracle(mask: Tensor):
     is_tree = (sees == (parents_row | (node == parents.unsqueeze(2)))).all(2) & (parents < node)
     parents = torch.where(parents < 0, -1 - node.clamp(max=1), torch.where(is_tree, parents, N))
     return parents.int()
-
-
-def _meta(mask):
-    return mask.new_empty(mask.shape[:2], dtype=torch.int32)
-
-
-_call = define("tree_from_mask", oracle=_oracle, meta=_meta)

@@ -22,16 +22,6 @@ Tensors<4> select_tree(const Tensor& tokens, const Tensor& scores, const Tensor&
   return {node_tokens, node_parents, source, status};
 }
 
-Tensor tree_from_mask(const Tensor& mask) {
-  Arguments a("tree_from_mask", "N");
-  TreeFromMask batch = {};
-  a.read("mask", mask, "BNN", &batch.mask);
-  a.sizes("BN", batch.B, batch.N);
-  Tensor parents = a.make({batch.B, batch.N}, &batch.parents);
-  RUN(tree_from_mask, a, batch);
-  return parents;
-}
-
 Tensors<5> tree_links(const Tensor& parents) {
   Arguments a("tree_links", "N");
   TreeLinks batch = {};
@@ -77,7 +67,6 @@ Tensor tree_mask(const Tensor& ancestors, const MaybeTensor& lengths, const Mayb
 
 STABLE_TORCH_LIBRARY_IMPL(SPECVIS_NAMESPACE, DEVICE, m) {
   OP(select_tree);
-  OP(tree_from_mask);
   OP(tree_links);
   OP(tree_mask);
 }

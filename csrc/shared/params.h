@@ -207,13 +207,6 @@ struct TokenLogProbs {
 };
 KERNEL(token_log_probs, TokenLogProbs);
 
-struct TreeFromMask {
-  int64_t B, N;
-  const bool* mask;  // (B, N, N)
-  int32_t* parents;  // (B, N)
-};
-KERNEL(tree_from_mask, TreeFromMask);
-
 struct TreeLinks {
   int64_t B, N;
   const int32_t* parents;                       // (B, N)

@@ -39,19 +39,6 @@ def tree_links(B, N):
     return (parents.to(DEVICE, torch.int32),), {}
 
 
-# As tree_links.
-CASES["tree_from_mask"] = [(1, 1), (2, 7), (3, 20), (2, 130)]
-
-
-def tree_from_mask(B, N):
-    """Every third request has a node that sees what its parent does not."""
-    (parents,), _ = tree_links(B, N)
-    words = ancestors_of(parents[:, 1:].cpu().long() % N)
-    mask = (words.repeat_interleave(64, 2) >> torch.arange(64).repeat(words.shape[2]) & 1)[..., :N] == 1
-    mask[2::3, N - 1, N // 3] ^= True
-    return (mask.to(DEVICE),), {}
-
-
 # Each form and dtype; rows of bits that begin within a byte; more columns than nodes; other first columns.
 CASES["tree_mask"] = [
     (1, 1),

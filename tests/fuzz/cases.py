@@ -21,7 +21,6 @@ from tests.fuzz.values import (
     NAN,
     OMEGAS,
     TEMPERATURES,
-    bits_of,
 )
 
 MOST_SHOWN = 256       # elements of a tensor whose numbers are printed
@@ -163,16 +162,6 @@ def any_parents(d, most=24):
 
 def tree_links(d):
     return {"parents": any_parents(d)}
-
-
-def tree_from_mask(d):
-    N = d.nodes()
-    mask = bits_of(cases.ancestors_of(d.parents(d.batch(N), N)[:, 1:]))[..., :N]
-    if d.chance(0.6):
-        mask = mask ^ (d.uniform(*mask.shape) < d.pick(0.001, 0.02, 0.5))
-    dtype = d.pick(torch.bool, torch.bool, torch.int64, torch.float32)
-    return {"mask": mask if dtype == torch.bool else d.hurt(mask.to(dtype), (-1, 2) if dtype == torch.int64 else (
-        NAN, -0.0, 1e-45))}
 
 
 def tree_mask(d):

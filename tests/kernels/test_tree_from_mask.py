@@ -8,17 +8,16 @@ from specvis_kernels import INVALID_TREE, tree_from_mask, tree_links, tree_mask
 from tests.cases import DEVICE
 
 
-def parents(rows, backend):
+def parents(rows):
     """The parents of a mask, whose rows are strings with x where a node is seen."""
-    return tree_from_mask(torch.tensor([[c == "x" for c in row] for row in rows.split()], device=DEVICE),
-                          backend=backend)
+    return tree_from_mask(torch.tensor([[c == "x" for c in row] for row in rows.split()], device=DEVICE))
 
 
-def test_by_hand(backend):
+def test_by_hand():
     """The diagonal may be missing; who sees no other node is unused, but for the root."""
-    assert parents("x.... xx... x.x.. xx.x. ....x", backend).tolist() == [[-1, 0, 0, 1, -2]]
-    assert parents("..... x.... x.... xx... .....", backend).tolist() == [[-1, 0, 0, 1, -2]]
-    assert parents(".", backend).tolist() == [[-1]]
+    assert parents("x.... xx... x.x.. xx.x. ....x").tolist() == [[-1, 0, 0, 1, -2]]
+    assert parents("..... x.... x.... xx... .....").tolist() == [[-1, 0, 0, 1, -2]]
+    assert parents(".").tolist() == [[-1]]
 
 
 @pytest.mark.parametrize("rows, expected", [
@@ -28,14 +27,14 @@ def test_by_hand(backend):
     ("xxxx .xxx ..xx ...x", [4, 4, 4, -2]),   # transposed
     ("x... xxx. x.x. x..x", [-1, 4, 0, 0]),   # sees a later node
 ])
-def test_what_is_no_tree_is_reported_by_tree_links(backend, rows, expected):
-    got = parents(rows, backend)
+def test_what_is_no_tree_is_reported_by_tree_links(rows, expected):
+    got = parents(rows)
     assert got.tolist() == [expected] and tree_links(got).status.tolist() == [INVALID_TREE]
 
 
 @pytest.mark.parametrize("N, reach", [(1, 1), (59, 9), (60, 60), (65, 20), (130, 130)])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float16, torch.int64])
-def test_there_and_back(backend, N, reach, dtype):
+def test_there_and_back(N, reach, dtype):
     """Random trees, three a batch, with unused leaves."""
     rng = random.Random(N + reach)
     trees = [[-1] + [rng.randrange(max(0, n - reach), n) for n in range(1, N)] for _ in range(3)]
@@ -44,9 +43,9 @@ def test_there_and_back(backend, N, reach, dtype):
             trees[1][n] = -2
     expected = torch.tensor(trees, dtype=torch.int32, device=DEVICE)
     mask = tree_mask(tree_links(expected).ancestors).to(dtype)
-    assert torch.equal(tree_from_mask(mask, backend=backend), expected)
-    assert torch.equal(tree_from_mask(mask[1], backend=backend), expected[1:2])
-    assert torch.equal(tree_from_mask(mask[:, None], backend=backend), expected)  # (B, 1, N, N), as EAGLE's
+    assert torch.equal(tree_from_mask(mask), expected)
+    assert torch.equal(tree_from_mask(mask[1]), expected[1:2])
+    assert torch.equal(tree_from_mask(mask[:, None]), expected)  # (B, 1, N, N), as EAGLE's
 
 
 @pytest.mark.parametrize("mask, message", [

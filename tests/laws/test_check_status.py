@@ -22,7 +22,6 @@ from specvis_kernels import (
     commit_kv,
     guided_probs,
     sample_residual,
-    tree_from_mask,
     tree_mask,
     verify_chain,
     verify_tree,
@@ -96,7 +95,7 @@ def checks(monkeypatch):
 
 def test_every_op_can_check_itself(checks):
     sample(torch.full((2, 3), 0.25, device=DEVICE))
-    tree_from_mask(torch.zeros(1, 2, 2, device=DEVICE).bool())  # has no status
+    tree_mask(torch.ones(1, 2, 1, dtype=torch.int64, device=DEVICE))  # has no status
     with pytest.raises(StatusError, match="sample_residual: INVALID_ROW at requests 0, 1"):
         sample(torch.full((2, 3), -1.0, device=DEVICE))
 

@@ -10,8 +10,8 @@ from specvis_kernels.compat import sglang, transformers, vllm
 
 NAMES = {"torch": torch} | {name: getattr(specvis_kernels, name)
                             for name in {*specvis_kernels.__all__, *specvis_kernels.ops()}}
-PLAIN = ["backends", "check_status", "gumbel_noise", "philox_words", "tree_from_choices", "tree_from_paths",
-         "tree_paths"]
+PLAIN = ["backends", "check_status", "gumbel_noise", "philox_words", "tree_from_choices", "tree_from_mask",
+         "tree_from_paths", "tree_paths"]
 COMPAT = [sglang.tree_speculative_sampling_target_only, sglang.verify_tree_greedy, sglang.build_tree_kernel_efficient,
           vllm.rejection_sample, vllm.probabilistic_rejection_sample, transformers.tree_generate,
           transformers.jacobi_generate, transformers.GuidedProbsProcessor]

@@ -116,7 +116,6 @@ CHANGING = {
                      for N in NODES[::3]]],
     "tree_attention": [[(B, N, 4, 4, 32, {"dtype": dtype, "columns": 160}) for B in BATCHES for N in NODES]
                        for dtype in (torch.float32, torch.bfloat16)],
-    "tree_from_mask": [[(B, N) for B in BATCHES for N in NODES]],
     "tree_links": [[(B, N) for B in BATCHES for N in NODES]],
     "tree_mask": [[(B, N, True, form, columns) for B in BATCHES for N in NODES for columns in (130, 144, 1111)]
                   for form in ("bool", "additive", "packed", "packed_rows")],
