@@ -146,9 +146,3 @@ class Values:
             return tensor.contiguous().as_strided(tensor.shape, [min(stride, self.pick(0, 1, stride))
                                                                  for stride in strides])
         return torch._neg_view(tensor.neg()) if kind == "negated" and tensor.is_floating_point() else tensor
-
-
-def bits_of(numbers):
-    """Bits of words (..., W) int64 -> (..., 64 W) bool."""
-    return ((numbers[..., None] >> torch.arange(64)) & 1).flatten(-2) == 1
-
