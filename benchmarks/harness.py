@@ -65,6 +65,7 @@ def sources() -> str:
 def machine() -> dict:
     """Device, versions and git revision, for every record."""
     git = partial(said_by, "git")
+    changed = git("status", "--porcelain", ":(top,exclude)benchmarks/results")  # what a run writes changes no run
 
     def installed(package):
         try:
@@ -84,7 +85,7 @@ def machine() -> dict:
             "cpu": cpu[1] if cpu else platform.processor(), "cores": os.cpu_count(),
             "threads": torch.get_num_threads(), "torch": torch.__version__, "triton": installed("triton"),
             "python": platform.python_version(), "system": platform.platform(),
-            "git": git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else ""),
+            "git": git("rev-parse", "--short", "HEAD") + ("+" if changed else ""),
             "sources": sources()}
 
 
