@@ -17,7 +17,7 @@ from specvis.decoding.method_parts import DRAFT_MODELS
 from specvis.decoding.methods import METHODS, method
 from specvis.decoding.sampling import Sampling
 from specvis.decoding.speculative import speculative_decode
-from specvis.pipelines.positions import draw_margins, steps_gain
+from specvis.pipelines.positions import draw_margins
 from specvis_kernels import backends, philox_uniforms
 from tests.decoding.pictures import (
     DYNAMIC,
@@ -232,7 +232,6 @@ def test_accounts_add_up(tiny, name):
         steps = row[row >= 0]
         assert len(steps) == target_forwards - 1                # the first forward reads the condition
         assert 1 + (steps + 1).sum() == L                       # and no draft is after the last token
-    assert steps_gain(decoded.num_accepted).min() >= 1
 
 
 SEEDS = [3, 1, 4, 1, 5, 9]
