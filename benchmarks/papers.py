@@ -132,7 +132,7 @@ TABLES = (
           {"method here": lambda row: of_cspd(row, int(row["pre-filled (%)"]))}, here("alpha", "speed-up"),
           lambda row: of_draft_b(row) and row["target"] == "H"),
 )
-CURVES = {  # of the plot: a curve of one method over how much it relaxes, or over its window
+CURVES = {  # of the plot: of one method over how much it relaxes, or over its window; without a colon: points
     "`jacobi`: window": [f"jacobi:window={window}" for window in (4, 8, 16, 32)],
     "lossless trees": [EAGLE2, "eagle1", f"adt-tree:{ANOLE}"],
     "SJD, SCD": [f"{SJD}:coupling=none", SJD],
@@ -288,6 +288,8 @@ def draw(records: dict[Key, dict], path: Path) -> None:
     for title, curve in CURVES.items():
         found = [records[text, 1.0] for text in curve if (text, 1.0) in records]
         style = method_style(curve[0], not title.startswith("SJD")) | {"label": title.replace("`", ""), "lw": 1}
+        if ": " not in title:  # methods that no parameter joins
+            style |= {"ls": ""}
         tau, excess = ([fmean(record[name]) for record in found] for name in ("tau", "tv_excess"))
         left.plot(tau, excess, **style)
         right.plot(excess, [speedup(record) for record in found], **style)
