@@ -72,7 +72,8 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
                      same kind of tokens, at the same temperature
     single_seconds, single_speedup
                      of pictures that are decoded alone, each after the
-                     baseline's (medians)
+                     baseline's (medians); jacobi has its usual window
+                     for one picture there
     same_tokens      pictures whose tokens are the baseline's, every one
                      (empty: the method does not promise that)
     overhead         the share of the seconds that is not forwards of the models
@@ -82,12 +83,11 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
                      0 the share of tokens that strict acceptance would have
                      rejected)
     """
-    methods = parse_methods(names)
+    methods = list(dict.fromkeys(parse_methods(names)))
     if style is not None and not prompts:
         raise ValueError("style must be given with --prompt: the prompts of compare have theirs")
     prompts = list(prompts or PROMPTS)
     prompts = repeated(prompts, count or len(prompts))
-    methods = list(dict.fromkeys(m.with_window(device, len(prompts)) for m in methods))
     seeds = list(range(seed, seed + len(prompts)))
     if any(isinstance(method, ContinuousMethod) for method in methods) and is_given("dtype"):
         raise ValueError("dtype must not be given with continuous tokens: it is for discrete ones")
