@@ -8,7 +8,9 @@ import torch
 from PIL import Image
 
 import specvis_kernels
+from specvis.cli.plots import METHOD_STYLES
 from specvis.cli.runs import ModelClock
+from specvis.decoding.methods import RECIPES
 from specvis.decoding.sampling import Sampling
 from specvis.pipelines.discrete import Pipeline
 from tests.cli.test_cli import run
@@ -109,6 +111,10 @@ def test_an_interrupted_compare_says_how_to_go_on(weights, tmp_path, monkeypatch
     result = run("compare", "--prompt", "red heart", "--methods", "vanilla", "--out", tmp_path, "--model", weights)
     assert result.exit_code == 130 and list(tmp_path.iterdir()) == []
     assert result.stderr.endswith("Error: interrupted; nothing was written; the same command begins anew\n")
+
+
+def test_every_method_has_a_color():
+    assert METHOD_STYLES.keys() == RECIPES.keys()
 
 
 def test_compare_without_a_baseline(weights, tmp_path):

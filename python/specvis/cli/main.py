@@ -52,7 +52,8 @@ def list_methods(name):
             if names:
                 click.echo(f"\n{heading}")
             for parameter in (parameter for parameter in every if parameter in names):
-                value = "none" if every[parameter] is None else format_value(every[parameter])
+                unset = "by device" if parameter == "window" else "none"
+                value = unset if every[parameter] is None else format_value(every[parameter])
                 click.echo(f"{parameter:21}{value:21}{(PARAMETERS | CONTINUOUS_PARAMETERS)[parameter]}")
         return
     for method in [*METHODS.values(), *CONTINUOUS.values()]:

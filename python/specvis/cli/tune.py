@@ -27,6 +27,7 @@ WINDOWS, REFRESHES = (2, 4, 8, 16, 32), (0, 1, 2)
 def tune(prompts, batch, turns, dtype, seed, guidance, top_k, top_p, model, device):
     """Find the fastest window of jacobi for a model on this machine.
 
+    It tries windows of 2, 4, 8, 16 and 32, and each with one and two refreshes if the model has a small one: minutes.
     Every window draws plain decoding's pictures, so this is a matter of seconds alone. The methods take turns, so that
     other work on the machine slows all alike; a speedup is the median of these turns.
     """

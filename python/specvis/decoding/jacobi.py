@@ -112,7 +112,7 @@ class JacobiSettings(BatchState):
         B, L, device = len(requests), num_tokens(target), self.padding_mask.device
         self.target, self.num_tokens, self.prefix_len, self.window = target, L, target.prefix_len, min(window, L)
         self.columns = rows_and_columns(target.grid)[1]  # how far the token below is
-        # how many positions after a draw a guess is drawn with it
+        # a row is drawn once more, with the noise of the position this far on: the guess for it
         self.ahead = self.columns if requests.methods[0].seed_exact else 0
         # positions from the newest token's on, as many as are ever guessed at once
         self.index = torch.arange(max(self.columns, self.window + 1) + 1, device=device)
@@ -246,7 +246,8 @@ class ChainStep(NamedTuple):
 
 
 def run_step(state: JacobiState) -> ChainStep:
-    """One step of all images that are not finished."""
+    """One step of all images. Those that are finished are computed, too, so that shapes stay; what they write is after
+    their last token, where nothing is read."""
     chain = draft(state)
     logits = target_forward(state, chain)
     verified = verify(state, chain, logits)
@@ -302,7 +303,7 @@ def commit(state: JacobiState, chain: Chain, verified: DrawTokensResult | Couple
 
 
 def update(state: JacobiState, chain: Chain, logits: Tensor, verified: DrawTokensResult | Coupled) -> ChainStep:
-    """Account for the step, and guess what enters the windows."""
+    """Account for the step. By rejection, guess what enters the windows (seed-exact, `commit` has these guesses)."""
     settings, position, N = state.settings, chain.positions[:, 0], logits.shape[1]
     num_missing = (settings.num_tokens - 1) - position
     num_accepted = verified.num_accepted.minimum(num_missing).clamp(0, N - 1)  # within the image and the window

@@ -44,10 +44,10 @@ class Nodes:
     """
 
     depth: Tensor         # (B or 1, N) integers  how many ancestors each node has; -1: it is not used
-    lengths: Tensor       # (B,) int64       the column of node 0, and its position: prefix_len + that in the image
+    lengths: Tensor       # (B,) int64       the column of node 0, which is prefix_len + its position in the image
     ancestors: Tensor     # (B, N, W) int64  bits, as `tree_links` gives them; a node's own is among them
     padding_mask: Tensor  # (R, S) bool      True where the condition is real
-    columns: int          # all of this is before that column of the cache
+    columns: int          # all of this is before that column of the cache, but in images that are finished
     first: int = 0        # the number of the first node that is read; those before it were read already
 
     @property
