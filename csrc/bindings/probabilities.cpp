@@ -145,6 +145,8 @@ Tensor philox_uniforms(const Tensor& seeds, const Tensor& positions, int64_t n, 
   a.read("seeds", seeds, "B", &batch.seeds);
   a.read("positions", positions, "BL", &batch.positions);
   a.size("n", n, 'N');
+  a.count("stream", stream, 0);
+  a.count("turn", turn, 0);
   a.sizes("BL", batch.B, batch.L);
   batch.n = n, batch.stream = static_cast<uint32_t>(stream), batch.turn = static_cast<uint32_t>(turn);
   Tensor uniforms = a.make({batch.B, batch.L, n}, &batch.uniforms);
