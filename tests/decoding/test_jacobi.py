@@ -141,6 +141,20 @@ def test_an_image_of_one_token(window):
     assert torch.equal(decoded.tokens, plain(settings(), OneToken(1)).tokens) and decoded.target_forwards.eq(1).all()
 
 
+class Indifferent(BagModel):
+    """One row of logits for all positions: a guess is right if it was drawn with the noise of its own position."""
+
+    def logits(self, hidden):
+        return super().logits(torch.zeros_like(hidden))
+
+
+def test_a_guess_has_the_noise_of_its_own_position():
+    decoded = jacobi(method("jacobi", window=3), model=Indifferent(1))
+    is_step = decoded.num_accepted >= 0
+    assert decoded.num_accepted[is_step].sum() > 0
+    assert torch.equal(decoded.num_accepted[is_step], decoded.num_drafted[is_step])
+
+
 class Likely(BagModel):
     """Mostly the row above's token again: guesses from above are mostly right."""
 
