@@ -55,7 +55,7 @@ from specvis.decoding.draft_model import EagleDraftModel, SmallDraftModel
 from specvis.decoding.graphs import GRAPHS, Captured
 from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import METHODS, Method, parse_method
-from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
+from specvis.decoding.sampling import Sampling, cfg_inputs
 from specvis.decoding.speculative import speculative_decode
 from specvis.models import layers
 from specvis.models.eagle import EagleHead
@@ -258,7 +258,7 @@ def loop_of(subject: Subject, contender: Contender, numbers: list[int], known: T
     target = watch.target if watch else gpt
     if method.drafting == "none":
         return partial(decode, target, *condition, sampling, steps.progress, known_tokens=known)
-    draft_model = EagleDraftModel(gpt, subject.head, repeat_for_cfg(condition[1]))
+    draft_model = EagleDraftModel(gpt, subject.head, *cfg_inputs(gpt, *condition))
     if method.drafting == "jacobi":
         draft_model = SmallDraftModel(subject.small, *cfg_inputs(
             subject.small, *subject.small.condition(subject.source(numbers))))

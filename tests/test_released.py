@@ -7,7 +7,7 @@ import torch
 from benchmarks import released
 from specvis.decoding.draft_model import EagleDraftModel, SmallDraftModel
 from specvis.decoding.methods import parse_method
-from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
+from specvis.decoding.sampling import Sampling, cfg_inputs
 from specvis_kernels import tree_links, verify_tree
 from tests.tiny import tiny_pipeline
 
@@ -31,8 +31,8 @@ def test_the_loop_accepts_and_draws_as_ours(text):
     at = L - 3  # where the first step begins; two levels are in the image, and the released loop drafts beyond it
     known = torch.randint(64, (1, at - 1), generator=torch.Generator().manual_seed(3)).repeat(B, 1)
     both = (pipeline.tokens(prompts, method, sampling, known_tokens=known),
-            decode_as_released(pipeline, lambda _, padding_mask: EagleDraftModel(
-                pipeline.gpt, pipeline.eagle, repeat_for_cfg(padding_mask)), prompts, method, sampling, known))
+            decode_as_released(pipeline, lambda *of: EagleDraftModel(
+                pipeline.gpt, pipeline.eagle, *cfg_inputs(pipeline.gpt, *of)), prompts, method, sampling, known))
     accepted = [decoded.num_accepted[:, at].double() for decoded in both]
     assert accepted[0].mean() > 0.15
     assert abs(accepted[0].mean() - accepted[1].mean()) < 4 * sum(a.var() / B for a in accepted) ** 0.5

@@ -5,7 +5,7 @@ import torch
 
 from specvis.decoding.draft_model import EagleDraftModel
 from specvis.decoding.methods import METHODS, method
-from specvis.decoding.sampling import Sampling, repeat_for_cfg
+from specvis.decoding.sampling import Sampling, cfg_inputs
 from specvis.pipelines.positions import target_hidden
 from specvis_kernels import guided_probs
 
@@ -23,7 +23,8 @@ def lantern(**parameters):
 
 
 def eagle(pipeline, padding_mask):
-    return EagleDraftModel(pipeline.gpt, pipeline.eagle, repeat_for_cfg(padding_mask))
+    condition = pipeline.gpt.null_condition(len(padding_mask))
+    return EagleDraftModel(pipeline.gpt, pipeline.eagle, *cfg_inputs(pipeline.gpt, condition, padding_mask))
 
 
 def begun(tokens, counts):

@@ -125,7 +125,7 @@ def test_a_head_that_is_not_the_target_s_is_refused(tiny):
             (EagleHead(config).bfloat16(), "head must have the target's dtype, torch.float32, got torch.bfloat16"),
             (EagleHead(config).to("meta"), "head must have the target's device, cpu, got meta")):
         with pytest.raises(ValueError, match=message):
-            EagleDraftModel(tiny.gpt, wrong, padding_mask)
+            EagleDraftModel(tiny.gpt, wrong, tiny.gpt.null_condition(2), padding_mask)
 
 
 def test_neighbors_on_another_device_are_refused(tiny):

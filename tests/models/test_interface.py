@@ -103,7 +103,7 @@ def test_the_protocols_are_what_the_models_here_offer():
     pipeline = tiny_pipeline()
     condition, padding_mask = pipeline.gpt.condition(torch.zeros(1, 3, 8))
     assert isinstance(pipeline.gpt, TargetModel) and isinstance(pipeline.gpt.new_cache(1, 1), ModelCache)
-    assert isinstance(EagleDraftModel(pipeline.gpt, pipeline.eagle, repeat_for_cfg(padding_mask)), DraftModel)
+    assert isinstance(EagleDraftModel(pipeline.gpt, pipeline.eagle, condition, padding_mask), DraftModel)
     for model in (pipeline.small, BagModel(0)):
         assert isinstance(model, TargetModel)
         assert isinstance(SmallDraftModel(model, condition, padding_mask), DraftModel)

@@ -20,7 +20,7 @@ from specvis.decoding.continuous import parallel_decode
 from specvis.decoding.continuous_state import ContinuousSampling
 from specvis.decoding.draft_model import EagleDraftModel
 from specvis.decoding.methods import parse_method
-from specvis.decoding.sampling import Sampling, repeat_for_cfg
+from specvis.decoding.sampling import Sampling, cfg_inputs
 from specvis.decoding.speculative import speculative_decode
 from specvis.models import llamagen
 from specvis.models.eagle import EagleHead
@@ -311,7 +311,7 @@ def test_lanterns_folders_decode_as_the_modules_do(models, files, tmp_path):
     features, mask = torch.randn(1, 6, 8), torch.tensor([[False, True, True, True, True, True]])
     sampling, method = Sampling.of([4], guidance=7.5, top_k=50), parse_method("lantern:k=8")
     condition, mask = gpt.condition(features * mask[..., None], mask)
-    draft_model = EagleDraftModel(gpt, models["eagle"], repeat_for_cfg(mask))
+    draft_model = EagleDraftModel(gpt, models["eagle"], *cfg_inputs(gpt, condition, mask))
     expected = speculative_decode(gpt, draft_model, condition, mask, sampling, [method], table).tokens
     pipeline.prompts.source = lambda *_: (features * mask[..., None], mask)  # in place of a T5
     assert torch.equal(pipeline.tokens(["a cat"], method, sampling).tokens, expected)

@@ -4,55 +4,44 @@ Both are `models.interface.DraftModel`s: row b of R has the condition of request
 """
 from copy import copy
 
-import torch
 from torch import Tensor
 
 from ..models.eagle import EagleHead
-from ..models.interface import ModelCache, Nodes, TargetModel, has_guidance
-from ..models.layers import Cache
-from ..models.llamagen import GPT, condition_nodes
+from ..models.interface import DraftModel, ModelCache, Nodes, TargetModel, has_guidance
+from ..models.transformers_eagle import TransformersEagleHead
 from .batch_state import model_rows
 from .graphs import can_replay
 
 
 class EagleDraftModel:
-    """EAGLE's head on a GPT. It is one position behind the target, and borrows the target's output layer."""
+    """EAGLE's head on its target. It is one position behind the target, and borrows the target's output layer."""
 
-    can_replay = True
-
-    def __init__(self, gpt: GPT, head: EagleHead, padding_mask: Tensor):
-        """padding_mask (2B, S) bool: True where the target's condition is real.
+    def __init__(self, target: TargetModel, head: EagleHead | TransformersEagleHead, condition: Tensor,
+                 padding_mask: Tensor):
+        """What `cfg_inputs` gives for the target: condition (R, S, dim), padding_mask (R, S) bool.
 
         Raises:
-            ValueError: the head is for a GPT of other sizes, or has another dtype or device
+            ValueError: the head is for a target of other sizes, or has another dtype or device
         """
-        sizes = ("dim", "vocabulary", "grid", "condition_tokens")
-        for what, of_gpt, of_head in ((", ".join(sizes), *([getattr(c, size) for size in sizes]
-                                                          for c in (gpt.config, head.config))),
-                                      ("dtype", gpt.output.weight.dtype, head.fc.weight.dtype),
-                                      ("device", gpt.output.weight.device, head.fc.weight.device)):
-            if of_gpt != of_head:
-                raise ValueError(f"head must have the target's {what}, {of_gpt}, got {of_head}")
-        self.head, self.logits, self.grid, self.vocab_size = head, gpt.logits, gpt.grid, gpt.vocab_size
-        self.prefix_len = gpt.prefix_len - 1
-        self.padding_mask = padding_mask[:, : self.prefix_len]
+        head.check(target)
+        self.head, self.condition, self.padding_mask = head, condition, padding_mask[:, :-1]
+        self.target, self.logits, self.can_replay = target, target.logits, can_replay(target)
+        self.grid, self.vocab_size, self.prefix_len = target.grid, target.vocab_size, target.prefix_len - 1
 
     def select(self, requests: list[int]) -> "EagleDraftModel":
-        other = copy(self)
-        num_rows = len(self.padding_mask)
-        other.padding_mask = self.padding_mask[model_rows(requests, num_rows // 2, num_rows)]
+        other, rows = copy(self), selected_rows(self, self.target, requests)
+        other.condition, other.padding_mask = self.condition[rows], self.padding_mask[rows]
         return other
 
-    def new_cache(self, columns: int) -> Cache:
+    def new_cache(self, columns: int) -> ModelCache:
         return self.head.new_cache(len(self.padding_mask), columns)
 
-    def prefill(self, hidden: Tensor, cache: Cache) -> None:
+    def prefill(self, hidden: Tensor, cache: ModelCache) -> None:
         if self.prefix_len:
             cache.check(*self.padding_mask.shape, hidden.dtype)
-            no_tokens = torch.zeros_like(self.padding_mask, dtype=torch.int64)
-            self.head.extend(no_tokens, hidden[:, : self.prefix_len], condition_nodes(self.padding_mask), cache)
+            self.head.prefill(self.condition, hidden, self.padding_mask, cache)
 
-    def extend(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
+    def extend(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes, cache: ModelCache) -> Tensor:
         return self.head.extend(tokens, previous_hidden, nodes, cache)
 
 
@@ -71,8 +60,7 @@ class SmallDraftModel:
         self.grid, self.vocab_size = model.grid, model.vocab_size
 
     def select(self, requests: list[int]) -> "SmallDraftModel":
-        num_rows = len(self.padding_mask)
-        rows = model_rows(requests, num_rows // (1 + has_guidance(self.model)), num_rows)
+        rows = selected_rows(self, self.model, requests)
         return SmallDraftModel(self.model, self.condition[rows], self.padding_mask[rows])
 
     def new_cache(self, columns: int) -> ModelCache:
@@ -83,3 +71,9 @@ class SmallDraftModel:
 
     def extend(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes, cache: ModelCache) -> Tensor:
         return self.model.extend(tokens, nodes, cache)
+
+
+def selected_rows(draft_model: DraftModel, model: TargetModel, requests: list[int]) -> list[int]:
+    """The rows of some requests among those of a draft model, which has the rows of `model`."""
+    num_rows = len(draft_model.padding_mask)
+    return model_rows(requests, num_rows // (1 + has_guidance(model)), num_rows)

@@ -8,6 +8,7 @@ shift by one), so there is one condition entry fewer; condition entries carry to
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 from specvis_kernels import DecoderLayer, pack_layers, pack_weight, packed_linear
@@ -25,7 +26,7 @@ from .layers import (
     rotations_of,
     without_biases,
 )
-from .llamagen import GPTConfig
+from .llamagen import GPT, GPTConfig, condition_mask, condition_nodes
 from .threads import cast, cat, embed
 
 NORM_EPS = 1e-6  # LANTERN's draft model has it, whatever the target has
@@ -85,6 +86,16 @@ class EagleHead(nn.Module):
                                         base=config.rope_base)
         self.packing = Packing()
 
+    def check(self, target: GPT) -> None:
+        """Raise ValueError unless the head is for a GPT of the target's sizes, of its dtype and on its device."""
+        sizes = ("dim", "vocabulary", "grid", "condition_tokens")
+        for what, of_gpt, of_head in ((", ".join(sizes), *([getattr(c, size) for size in sizes]
+                                                          for c in (target.config, self.config))),
+                                      ("dtype", target.output.weight.dtype, self.fc.weight.dtype),
+                                      ("device", target.output.weight.device, self.fc.weight.device)):
+            if of_gpt != of_head:
+                raise ValueError(f"head must have the target's {what}, {of_gpt}, got {of_head}")
+
     def read(self, tokens: Tensor, previous_hidden: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
         """Predict the target's hidden states at `tokens`. The other arguments are the arguments of GPT.read.
 
@@ -96,6 +107,19 @@ class EagleHead(nn.Module):
             (R, N, dim)
         """
         return self(tokens, previous_hidden, Reading(rotations_at(self, position_ids), mask, previous_hidden.dtype))
+
+    def teacher_forced(self, condition: Tensor, padding_mask: Tensor, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Predict the target's hidden states at the first L - 1 tokens. See `TransformersEagleHead.teacher_forced`."""
+        prefix_len = condition.shape[1] - 1
+        tokens = F.pad(tokens[:, :-1], (prefix_len, 0))  # token 0 beside a condition
+        position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        mask = condition_mask(padding_mask[:, :-1], tokens.shape[1])
+        return self.read(tokens, hidden, position_ids, mask)[:, prefix_len:]
+
+    def prefill(self, condition: Tensor, hidden: Tensor, padding_mask: Tensor, cache: Cache) -> None:
+        """Read hidden states (R, S, dim) at conditions but for their last entries. padding_mask (R, S - 1) bool"""
+        no_tokens = torch.zeros_like(padding_mask, dtype=torch.int64)
+        self.extend(no_tokens, hidden[:, :-1], condition_nodes(padding_mask), cache)
 
     def extend(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
         """Predict after what the cache holds. See `DraftModel.extend`."""

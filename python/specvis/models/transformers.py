@@ -94,7 +94,7 @@ class ImageModel:
         first, last = int(self.ids[0]), int(self.ids[0]) + len(ids)
         are_in_order = self.ids[:len(ids)].tolist() == list(range(first, last))
         self.head_rows = slice(first, last) if are_in_order else self.ids[:len(ids)]  # a slice is not copied
-        self.packing = None  # see use_decoder_layers
+        self.packing, self.num_layers = None, self.config.num_hidden_layers  # packing: see use_decoder_layers
         self.check_model()
         if type(self) is ImageModel:
             self.check_head()
@@ -162,23 +162,24 @@ class ImageModel:
                              "silu, and heads, hidden_size and intermediate_size that are multiples of 16")
 
     def pack_layers(self) -> None:
-        layers, c, rotary = self.decoder.layers, self.config, None
+        layers, norm, c, rotary = self.decoder.layers, self.decoder.norm, self.config, None
         with suppress(AttributeError):  # layers that differ lack some
-            if len(layers) == c.num_hidden_layers and is_unchanged(self.decoder, (type(self.decoder),)) and all(
-                    is_packable(layer, i, self.decoder.norm.variance_epsilon) for i, layer in enumerate(layers)):
+            eps = layers[0].input_layernorm.variance_epsilon
+            if len(layers) == self.num_layers and is_unchanged(self.decoder, (type(self.decoder),)) and all(
+                    is_packable(layer, i, getattr(norm, "variance_epsilon", eps)) for i, layer in enumerate(layers)):
                 rotary = getattr(self.decoder, "rotary_emb", None) or layers[0].self_attn.rotary_emb  # transformers 4
         has_table = rotary is not None and getattr(rotary, "rope_type", "default") not in ("dynamic", "longrope")
-        parts = [layers, self.decoder.norm, rotary] if has_table else []
+        parts = [layers, norm, rotary] if has_table else []
         types = {type(module) for part in parts for module in part.modules()}
         types = [t for t in types if t.__name__ in PACKABLE and t.__module__.startswith(("torch.nn.", "transformers."))]
 
         def pack():
-            norm, position_ids = self.decoder.norm, torch.arange(self.prefix_len + num_tokens(self), device="cpu")
-            cosine, sine = rotary(norm.weight, position_ids[None])
+            position_ids = torch.arange(self.prefix_len + num_tokens(self), device="cpu")
+            cosine, sine = rotary(layers[0].input_layernorm.weight, position_ids[None])
             half = layers[0].self_attn.head_dim // 2
             rotations = torch.stack([cosine[0, :, :half], sine[0, :, :half]], -1).float()
-            packed = pack_layers(list(map(weights_of, layers)), norm.weight, heads=c.num_attention_heads,
-                                 eps=norm.variance_epsilon, rotates_halves=True)
+            packed = pack_layers(list(map(weights_of, layers)), getattr(norm, "weight", None),
+                                 heads=c.num_attention_heads, eps=eps, rotates_halves=True)
             return packed, rotations
 
         self.packing.check(parts, tuple(types), pack)
@@ -257,17 +258,19 @@ class ImageModel:
         c = self.config
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-        return SlotCache(c.num_hidden_layers, rows, heads, columns, head_dim, device=self.device,
+        return SlotCache(self.num_layers, rows, heads, columns, head_dim, device=self.device,
                          dtype=self.embed.weight.dtype)
 
     def prefill(self, condition: Tensor, padding_mask: Tensor, cache: SlotCache) -> Tensor:
         """Read conditions (R, S, dim); hidden states (R, S, dim). See `TargetModel.prefill`."""
         slots = torch.arange(self.prefix_len, device=condition.device).expand(len(condition), -1)
-        return self.read(condition, slots, padding_mask, slots, condition_mask(padding_mask, self.prefix_len), cache)
+        return self.read(condition, slots, padding_mask, condition_mask(padding_mask, self.prefix_len), cache, slots)
 
     def extend(self, tokens: Tensor, nodes: Nodes, cache: SlotCache) -> Tensor:
         """Read tokens (R, N) after what the cache holds; hidden states (R, N, dim). See `TargetModel.extend`."""
-        x = self.embed_tokens(tokens)
+        return self.read_nodes(self.embed_tokens(tokens), nodes, cache)
+
+    def read_nodes(self, x: Tensor, nodes: Nodes, cache: SlotCache) -> Tensor:
         packed = self.packing and self.packing.get(x, self.pack_layers)
         if packed:
             layers, rotations = packed
@@ -275,23 +278,35 @@ class ImageModel:
             return decoder_layers(x, layers, cache.data, nodes.lengths, nodes.ancestors, positions, rotations,
                                   first_node=nodes.first, key_mask=nodes.padding_mask)
         if self.config._attn_implementation == TREE_ATTENTION:
-            return self.read(x, nodes.position_ids, nodes.padding_mask, nodes.slots, None, cache, nodes)
-        return self.read(x, nodes.position_ids, nodes.padding_mask, nodes.slots, nodes.mask, cache)
+            return self.read(x, nodes.position_ids, nodes.padding_mask, None, cache, nodes.slots, nodes)
+        return self.read(x, nodes.position_ids, nodes.padding_mask, nodes.mask, cache, nodes.slots)
 
-    def read(self, x: Tensor, position_ids: Tensor, padding_mask: Tensor, slots: Tensor, mask: Tensor | None,
-             cache: SlotCache, nodes: Nodes | None = None) -> Tensor:
-        """Embeddings (R, N, dim) -> hidden states after the last norm. They see what `mask` or `nodes` says."""
-        cache.begin_read(slots, nodes.columns if mask is None else mask.shape[-1])
+    def teacher_forced(self, condition: Tensor, padding_mask: Tensor, tokens: Tensor) -> Tensor:
+        """Hidden states (R, S + L - 1, dim) at the S entries of conditions and at all but the last of `tokens` (R, L).
+        """
+        return self.read_causally(torch.cat([condition, self.embed_tokens(tokens[:, :-1])], 1), padding_mask)
+
+    def read_causally(self, x: Tensor, padding_mask: Tensor) -> Tensor:
+        """Embeddings (R, N, dim), of which the first are conditions with these masks -> hidden states. No cache."""
+        position_ids = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
+        return self.read(x, position_ids, padding_mask, condition_mask(padding_mask, x.shape[1]))
+
+    def read(self, x: Tensor, position_ids: Tensor, padding_mask: Tensor, mask: Tensor | None,
+             cache: SlotCache | None = None, slots: Tensor | None = None, nodes: Nodes | None = None) -> Tensor:
+        """Embeddings (R, N, dim) -> hidden states after the last norm. They see what `mask` or `nodes` says, and are
+        kept in the cache's `slots`."""
         more = {}
+        if cache is not None:
+            cache.begin_read(slots, nodes.columns if mask is None else mask.shape[-1])
+            more[self.cache_name] = cache
         if mask is None:  # four dimensions, or transformers makes one; `attend` ignores it
-            more, mask = {"nodes": nodes}, x.new_empty(1, 1, 1, 0)
+            more["nodes"], mask = nodes, x.new_empty(1, 1, 1, 0)
         elif self.config._attn_implementation == "eager":  # eager attention adds the mask to the scores
             mask = torch.where(mask, 0.0, torch.finfo(x.dtype).min).to(x.dtype)[:, None]
         else:
             mask = mask[:, None]
-        more[self.cache_name] = cache
         positions = self.positions(position_ids, padding_mask)
-        return self.decoder(inputs_embeds=x, attention_mask=mask, position_ids=positions, use_cache=True,
+        return self.decoder(inputs_embeds=x, attention_mask=mask, position_ids=positions, use_cache=cache is not None,
                             **more).last_hidden_state
 
     def positions(self, position_ids: Tensor, padding_mask: Tensor) -> Tensor:

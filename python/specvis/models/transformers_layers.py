@@ -8,7 +8,7 @@ from .interface import Nodes
 from .layers import Cache
 
 # What the layers that `decoder_layers` can read are made of.
-PACKABLE = {"ModuleList", "Linear", "Dropout", "SiLU", "SiLUActivation", "ChameleonLayerNorm"} | {
+PACKABLE = {"ModuleList", "Identity", "Linear", "Dropout", "SiLU", "SiLUActivation", "ChameleonLayerNorm"} | {
     family + part for part in ("DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
     for family in ("Llama", "Emu3", "Chameleon")}
 

@@ -14,7 +14,7 @@ from ..decoding.draft_model import EagleDraftModel, SmallDraftModel
 from ..decoding.jacobi import jacobi_decode
 from ..decoding.methods import Method, one_each
 from ..decoding.requests import check_known_tokens
-from ..decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
+from ..decoding.sampling import Sampling, cfg_inputs
 from ..decoding.speculative import speculative_decode
 from ..files import write_json, write_weights
 from ..models.eagle import EagleHead
@@ -303,9 +303,9 @@ class Pipeline(nn.Module):
                                   progress, observe, **queue)
 
     def _draft_model(self, name: str, source: Source, padding_mask: Tensor) -> DraftModel:
-        if name == "small":
-            return SmallDraftModel(self.small, *cfg_inputs(self.small, *self.small.condition(*source)))
-        return EagleDraftModel(self.gpt, self.eagle, repeat_for_cfg(padding_mask))
+        model = self.small if name == "small" else self.gpt
+        inputs = cfg_inputs(model, *model.condition(*source))
+        return SmallDraftModel(model, *inputs) if name == "small" else EagleDraftModel(model, self.eagle, *inputs)
 
     @inference
     def pictures(self, tokens: Tensor) -> list[Image.Image]:
