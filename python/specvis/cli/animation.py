@@ -1,5 +1,6 @@
 """`specvis generate --animate`: plain decoding and a method draw the same pictures, at one clock of target forwards."""
 import io
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -40,21 +41,21 @@ def draw_animation(drawing: Drawing, requests: list[PictureRequest], out: Path) 
                 raise click.ClickException("the model's output was not finite; nothing was written")
             rows[method.label] = decoded, [enlarged(picture, scale) for picture in pipeline.pictures(decoded.tokens)]
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out, animation(rows, pipeline.gpt.config.grid))
+    write_whole(out, animation(rows, pipeline.on_grid))
     forwards = ", ".join(f"{label} {decoded.target_forwards.max()}" for label, (decoded, _) in rows.items())
     click.echo(f"{out}: {len(requests)} pictures; target forwards: {forwards}")
 
 
-def animation(rows: dict[str, tuple[Decoded, list[Image.Image]]], grid: int) -> bytes:
+def animation(rows: dict[str, tuple[Decoded, list[Image.Image]]], on_grid: Callable[[Tensor], Tensor]) -> bytes:
     """A GIF with a row of pictures for each label.
 
     A token is shown from the forward on that drew it, as it looks in the finished picture.
 
     Args:
         rows: label -> what was decoded, and its B pictures, all of one size
-        grid: tokens a side
+        on_grid: see `Pipeline.on_grid`
     """
-    numbers = {label: forward_numbers(decoded.num_accepted.cpu()).view(-1, grid, grid)
+    numbers = {label: on_grid(forward_numbers(decoded.num_accepted.cpu()))
                for label, (decoded, _) in rows.items()}
     last = max(int(number.max()) for number in numbers.values()) + 1
     step = -(-last // FRAMES)

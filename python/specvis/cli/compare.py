@@ -15,10 +15,10 @@ from ..models.words import repeated
 from ..pipelines.prompts import with_style
 from .figures import draw_jacobi, draw_pictures
 from .options import (
+    FAMILY_PROMPTS,
     MAX_COUNT,
     dtype_option,
     is_given,
-    load_model,
     refuse_filters,
     resumable,
     sampling_for,
@@ -53,7 +53,7 @@ def windows_of(context, parameter, text: str | None) -> list[int]:
               help="How many pictures a method. [default: one a prompt]")
 @click.option("--singles", type=click.IntRange(0), default=2,
               help="How many of the pictures are also decoded alone, for their seconds. Discrete tokens only.")
-@click.option("--temperature", "temperatures", multiple=True, type=float, default=(1.0,),
+@click.option("--temperature", "temperatures", multiple=True, type=float, show_default="1, or what the family says",
               help="May be repeated.")
 @click.option("--windows", callback=windows_of, metavar="N,N,...",
               help="Also run jacobi with these windows, for a curve in its figure, such as 4,8,16,32.")
@@ -83,17 +83,17 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
                      0 the share of tokens that strict acceptance would have
                      rejected)
     """
-    methods = list(dict.fromkeys(parse_methods(names)))
+    methods = list(dict.fromkeys(parse_methods(names, model.methods())))
     if style is not None and not prompts:
         raise ValueError("style must be given with --prompt: the prompts of compare have theirs")
-    prompts = list(prompts or PROMPTS)
+    prompts = list(prompts or (FAMILY_PROMPTS if model.family else PROMPTS))
     prompts = repeated(prompts, count or len(prompts))
     seeds = list(range(seed, seed + len(prompts)))
     if any(isinstance(method, ContinuousMethod) for method in methods) and is_given("dtype"):
         raise ValueError("dtype must not be given with continuous tokens: it is for discrete ones")
     if all(isinstance(method, ContinuousMethod) for method in methods):
         refuse_filters(methods[0].name)
-    temperatures = list(dict.fromkeys(temperatures))
+    temperatures = list(dict.fromkeys(temperatures or [model.filters(None, None, None)["temperature"]]))
     runs = [ComparedRun(method, temperature, sampling_for(method, seeds, guidance, temperature, top_k, top_p, model,
                                                           device))
             for temperature in temperatures for method in methods
@@ -107,7 +107,7 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
         raise ValueError("windows must not be given without vanilla and jacobi among the methods")
     of_windows = {window: replace(jacobi, method=jacobi.method.changed(window=window), purpose="for jacobi.png: ")
                   for window in windows}
-    pipelines = {kind: load_model(kind, model, device, **({"dtype": getattr(torch, dtype)} if kind is Method else {}))
+    pipelines = {kind: model.load(kind, device, **({"dtype": getattr(torch, dtype)} if kind is Method else {}))
                  for kind in dict.fromkeys(type(run.method) for run in runs)}
     reader = next(iter(pipelines.values())).prompts
     prompts = [with_style(prompt, reader.styles, style, default=True) for prompt in prompts]

@@ -43,7 +43,7 @@ def draw_jacobi(pipeline: Pipeline, jacobi: ComparedResult, windows: dict[int, C
                 path: Path) -> None:
     """The first pictures by the baseline and by `jacobi`; which target forward drew which token; and, if there are
     `windows`, what the window changes."""
-    baseline, count, grid = jacobi.baseline, min(len(prompts), SHOWN), pipeline.gpt.config.grid
+    baseline, count = jacobi.baseline, min(len(prompts), SHOWN)
     figure = plt.figure(figsize=(1.45 * count + 1.2 + 3.8 * bool(windows), 5), layout="constrained")
     left, *right = figure.subfigures(1, 1 + bool(windows), squeeze=False,
                                      width_ratios=[1.45 * count + 1.2, 3.8][:1 + bool(windows)])[0]
@@ -57,7 +57,7 @@ def draw_jacobi(pipeline: Pipeline, jacobi: ComparedResult, windows: dict[int, C
             row[i].imshow(picture)
             seconds = f", {result.single_seconds[i]:.2f} s" if i < len(result.single_seconds) else ""
             row[i].set_xlabel(f"{forwards[i]} forwards{seconds}", fontsize=8)
-    numbers = forward_numbers(jacobi.decoded.num_accepted)[:count].view(count, grid, grid).numpy()
+    numbers = pipeline.on_grid(forward_numbers(jacobi.decoded.num_accepted)[:count]).numpy()
     for axis, number in zip(axes[2], numbers):
         axis.imshow(number * 3 % 10, cmap="tab10", vmin=0, vmax=9)  # neighbors in time have other colors
     for axis, prompt in zip(axes[0], prompts):

@@ -4,27 +4,28 @@ import re
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import click
+import numpy as np
 import torch
 from PIL import Image
 
 from ..decoding.methods import CONTINUOUS, METHODS, ContinuousMethod, Method, parse_method
 from ..files import locked, write_whole
-from ..pipelines.checkpoint import fingerprint, read_settings
+from ..pipelines.checkpoint import fingerprint
 from ..terminal import printable
 from .animation import MAX_ANIMATED, draw_animation
 from .manifest import Manifest
 from .many import SHOWN, Drawing, Picture, PictureRequest, draw_here, encoded, enlarged, scale_for
 from .options import (
+    CODES,
     MAX_COUNT,
     check_picture,
     dtype_option,
-    filters_for,
     format_of,
-    guidance_for,
     is_exact,
     is_given,
     refuse_filters,
@@ -65,12 +66,13 @@ MAX_SCALE, MAX_BATCH, MAX_WORKERS = 1024, 1024, 1024
               "see `specvis methods`.")
 @click.option("-n", "count", type=click.IntRange(1, MAX_COUNT), default=1, help="How many pictures of each prompt "
               "(in compare: of each method).")
-@click.option("--temperature", default=1.0, help="0 always takes the likeliest token.")
+@click.option("--temperature", type=float, show_default="1, or what the family says",
+              help="0 always takes the likeliest token.")
 @click.option("--scale", type=click.IntRange(1, MAX_SCALE),
               show_default="4 for the shipped model, 1 for pictures of 256 pixels and more",
               help="Enlarge the picture by this factor.")
 @click.option("--out", type=click.Path(path_type=Path), show_default="specvis.png; with --prompts the folder pictures",
-              help="The picture to write; with --prompts a folder for them.")
+              help="The picture to write, or its codes, NAME.npy; with --prompts a folder for pictures.")
 @click.option("--animate", type=click.Path(path_type=Path), metavar="FILE.gif",
               help="In place of --out: a film of vanilla and the method drawing the same pictures, at one clock of "
               "target forwards.")
@@ -99,7 +101,7 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
             raise ValueError(f"{option} must be at most 1 or a whole number, got {value}")
     if workers and device.startswith("cuda:"):
         raise ValueError(f"device must be cuda where there are workers, each of which sees its own GPU, got {device}")
-    method = parse_method(name)
+    method = parse_method(name, model.methods())
     if animate:
         if given := [option for option in ("out", *WITH_FILE) if is_given(option)]:
             raise ValueError(f"{given[0]} must not be given with --animate: its pictures are drawn all at once")
@@ -109,14 +111,17 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
             raise ValueError(f"animate must end in .gif, got {animate}")
     if isinstance(method, ContinuousMethod):
         refuse_filters(method.name)
+        if out and out.suffix == CODES:
+            raise ValueError(f"out must be a picture with {method.name}, whose tokens are no codes, got {out}")
         for option in ("text_encoder", "dtype"):
             if is_given(option):
                 raise ValueError(f"{option} must not be given with {method.name}: it is for discrete tokens")
-        filters = {"guidance": guidance_for(model, guidance), "top_k": None, "top_p": None}
+        filters = {"guidance": model.settings().continuous_guidance(guidance), "top_k": None, "top_p": None,
+                   "temperature": 1.0 if temperature is None else temperature}
     else:
-        filters = filters_for(model, guidance, top_k, top_p)
+        filters = model.filters(guidance, top_k, top_p, temperature)
     drawing = Drawing(file, model.absolute(), text_encoder and text_encoder.absolute(), dtype, device,
-                      style, method, temperature, scale=scale, batch=batch, **filters)
+                      style, method, scale=scale, batch=batch, **filters)
     lines = read_prompts(file) if file else {0: prompt}
     if len(lines) * count > MAX_PICTURES:
         raise ValueError(f"n must give at most {MAX_PICTURES} pictures, got {count} of each of {len(lines)} prompts")
@@ -139,8 +144,9 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
 def side_by_side(drawing: Drawing, requests: list[PictureRequest], out: Path) -> None:
     """Draw pictures of one prompt, as one picture."""
     pipeline, start, method = drawing.load(requests), time.perf_counter(), drawing.method
+    keeps_codes = out.suffix == CODES
     side = pipeline.side * scale_for(pipeline.side, drawing.scale)
-    check_picture(side * len(requests), side, format_of(out))
+    check_picture(side * len(requests), side, "PNG" if keeps_codes else format_of(out))
     with ProgressBar(len(requests) * pipeline.num_tokens, "token", method.label) as bar:
         decoded = pipeline.tokens([drawing.text(request, pipeline) for request in requests], method,
                                   drawing.sampling(requests), bar.update)
@@ -150,16 +156,19 @@ def side_by_side(drawing: Drawing, requests: list[PictureRequest], out: Path) ->
             say_failed(str(i), requests[i].seed)
     if all(failed):
         raise click.ClickException("no picture was finished; nothing was written")
-    pictures = [enlarged(picture, drawing.scale)
-                for picture, fails in zip(pipeline.pictures(decoded.tokens), failed) if not fails]
-    side = pictures[0].width
-    row = Image.new("RGB", (side * len(pictures), side), "white")
-    for i, picture in enumerate(pictures):
-        row.paste(picture, (i * side, 0))
     verb = "overwrote" if out.exists() else "wrote"
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out, encoded(row, format_of(out)))
-    click.echo(f"{verb} {out}: {len(pictures)} of {len(requests)} pictures, {size(pipeline.side, drawing.scale)}, "
+    tokens = decoded.tokens[~decoded.failed.to(decoded.tokens.device)]
+    if keeps_codes:
+        codes = pipeline.on_grid(tokens).cpu().numpy()
+        write_whole(out, partial(np.save, arr=codes))
+    else:
+        row = Image.new("RGB", (side * len(tokens), side), "white")
+        for i, picture in enumerate(pipeline.pictures(tokens)):
+            row.paste(enlarged(picture, drawing.scale), (i * side, 0))
+        write_whole(out, encoded(row, format_of(out)))
+    kind = f"codes of {codes.shape[1]} x {codes.shape[2]}" if keeps_codes else size(pipeline.side, drawing.scale)
+    click.echo(f"{verb} {out}: {len(tokens)} of {len(requests)} pictures, {kind}, "
                f"{seconds:.1f} s, {told(drawing, requests, decoded.target_forwards, decoded.tau)}")
 
 
@@ -236,11 +245,14 @@ def say_failed(which: str, seed: int) -> None:
 def settings_of(drawing: Drawing, method: Method | ContinuousMethod, seed: int, count: int) -> dict:
     """What the pictures of a folder have in common. The device is not among it, nor how many are drawn at once; what
     `method` is with the window for these is only noted."""
-    encoder = drawing.text_encoder or read_settings(drawing.model).text_encoder
+    encoder, files = drawing.text_encoder or drawing.model.settings().text_encoder, drawing.model
     settings = {"specvis": version("specvis")} | vars(drawing) | {
-        "model": fingerprint(drawing.model), "folder": str(drawing.model), "method": method.label,
+        "model": fingerprint(files.model), "folder": str(files.model), "method": method.label,
         "drawn_by": drawing.method.label, "seed": seed, "n": count,
         "text_encoder": encoder and fingerprint(Path(encoder))}
+    if files.family:
+        settings |= {"family": files.family, "image_size": files.image_size}
+        settings |= {name: path and fingerprint(path) for name, path in (("draft", files.draft), ("vq", files.vq))}
     return {name: value for name, value in settings.items() if name not in ("file", "device", "batch")}
 
 

@@ -15,7 +15,7 @@ from ..decoding.methods import ContinuousMethod, Method
 from ..pipelines.discrete import Pipeline
 from ..pipelines.mar import MARPair
 from ..pipelines.prompts import with_style
-from .options import check_picture, load_model, sampling_for
+from .options import ModelFiles, check_picture, sampling_for
 from .progress import ProgressBar
 
 PIECE = 32  # so many batches of requests are given to the model at once: conditions take memory
@@ -52,7 +52,7 @@ class Drawing:
     """The model and the settings by which pictures are drawn."""
 
     file: Path | None  # it has the prompts
-    model: Path
+    model: ModelFiles
     text_encoder: Path | None  # None: the model's own, if it needs one
     dtype: str
     device: str
@@ -73,7 +73,7 @@ class Drawing:
         """The model. ValueError if it cannot be read, or names the lines of prompts that it cannot take."""
         options = {} if self.is_continuous else {"dtype": getattr(torch, self.dtype),
                                                  "text_encoder": self.text_encoder}
-        pipeline = load_model(type(self.method), self.model, self.device, **options)
+        pipeline = self.model.load(type(self.method), self.device, **options)
         with_style("", pipeline.prompts.styles, self.style)  # an unknown style is reported once, not for each line
         wrong = []
         for line, request in {request.line: request for request in requests}.items():

@@ -2,6 +2,8 @@
 import os
 import tempfile
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 
 import click
@@ -14,16 +16,19 @@ from ..decoding.methods import ContinuousMethod, Method
 from ..decoding.sampling import Sampling
 from ..interrupts import quiet
 from ..models.words import STYLES
-from ..pipelines.checkpoint import CONTINUOUS_GUIDANCE, FILTERS, check_device, read_settings
+from ..pipelines.checkpoint import CONTINUOUS_GUIDANCE, FILTERS, ModelSettings, check_device, read_settings
 from ..pipelines.discrete import SHIPPED, Pipeline
+from ..pipelines.families import FAMILIES, FamilyPipeline
 from ..pipelines.mar import MARPair
 from .commands import Interrupted
 
 MAX_COUNT = 1000  # pictures of a prompt or of a method; all may be decoded at once
 MAX_SIDES = {"PNG": 2**31 - 1, "JPEG": 65500, "WEBP": 16383, "GIF": 65535, "BMP": 2**31 - 1, "TIFF": 2**31 - 1,
              "PPM": 2**31 - 1}  # the formats that pictures are written in, and the most pixels a side that each holds
+CODES = ".npy"  # the end of a file of codes
 MAX_PIXELS = 2 * 89_478_485  # more in a file, and Pillow takes it for an attack when it is opened
-OWN = "or what the model's folder says"
+OWN = "or what the model's folder or family says"
+FAMILY_PROMPTS = ["a red heart", "a zebra at noon", "a lighthouse on a rock", "a bowl of fruit"]
 PROMPTS = ["fluent-3d red heart", "fluent-flat blue heart", "fluent-3d grinning face", "noto neutral face",
            "fluent-flat raised fist", "fluent-3d thumbs up", "fluent-flat pirate flag", "noto chequered flag"]
 
@@ -46,7 +51,88 @@ dtype_option = click.option("--dtype", type=click.Choice(["float32", "bfloat16"]
                             help="Of the weights in memory. Discrete tokens only.")
 
 
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where a model is: --model, and for one of transformers' families what goes with it."""
+
+    model: Path
+    family: str | None = None    # None: a folder that `specvis convert` makes
+    draft: Path | None = None
+    vq: Path | None = None
+    image_size: int | None = None
+
+    def __post_init__(self):
+        if self.family is not None and self.model == SHIPPED:
+            raise ValueError(f"model must be given with --family {self.family}: its folder")
+        for name in ("draft", "vq", "image_size"):
+            if self.family is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} must not be given without --family")
+
+    def settings(self) -> ModelSettings:
+        """How its pictures are drawn unless one says otherwise."""
+        return FAMILIES[self.family].settings if self.family else read_settings(self.model)
+
+    def filters(self, guidance: float | None, top_k: int | None, top_p: float | None,
+                temperature: float | None = None) -> dict:
+        """How discrete tokens are drawn: as given, or else as the model says."""
+        return self.settings().filters(guidance, top_k, top_p, temperature)
+
+    def methods(self) -> dict[str, dict]:
+        """Parameters of methods that this model's paper has otherwise."""
+        return FAMILIES[self.family].methods if self.family else {}
+
+    def absolute(self) -> "ModelFiles":
+        draft, vq = (path and path.absolute() for path in (self.draft, self.vq))
+        model = self.model.absolute() if self.model.exists() else self.model  # else a name on a model hub
+        return ModelFiles(model, self.family, draft, vq, self.image_size)
+
+    def load(self, kind: type, device: str, **options) -> Pipeline | MARPair:
+        """The pipeline for methods of a kind, `Method` or `ContinuousMethod`."""
+        if self.family:
+            if kind is ContinuousMethod:
+                raise ValueError(f"method must be one for discrete tokens, such as jacobi: {self.family} has these")
+            if options.pop("text_encoder", None):
+                raise ValueError(f"text_encoder must not be given with --family {self.family}")
+            with quiet():
+                pipeline = FamilyPipeline.load(self.model, self.family, device, draft=self.draft, vq=self.vq,
+                                               image_size=self.image_size, **options)
+            if pipeline.note:
+                click.echo(pipeline.note, err=True)
+            return pipeline
+        holds = {Method: (self.model / "config.json").exists(), ContinuousMethod: (self.model / "mar.json").exists()}
+        if not holds[kind] and any(holds.values()):
+            tokens, other = ("continuous", "mar:num_iter=64") if holds[ContinuousMethod] else ("discrete", "jacobi")
+            raise ValueError(f"method must be one for {tokens} tokens, such as {other}: these are the tokens of "
+                             f"{self.model}")
+        with quiet():  # C++ now imports much of torch, and a KeyboardInterrupt would abort it
+            return (MARPair if kind is ContinuousMethod else Pipeline).load(self.model, device, **options)
+
+
+def model_options(command):
+    """The options of `ModelFiles`, which the command gets as `model`."""
+    @wraps(command)
+    def with_files(model, family, draft, vq, image_size, **options):
+        return command(model=ModelFiles(model, family, draft, vq, image_size), **options)
+
+    for option in reversed((
+        click.option("--model", type=click.Path(path_type=Path), default=SHIPPED, show_default="the shipped model",
+                     help="Folder with the model, such as `specvis convert` makes; with --family as transformers has "
+                     "it, or its name on a model hub."),
+        click.option("--family", type=click.Choice(list(FAMILIES)), show_default="none",
+                     help="Which of transformers' families the model is of."),
+        click.option("--draft", type=click.Path(path_type=Path), help="With --family: an EAGLE head, or a smaller "
+                     "model of the family."),
+        click.option("--vq", type=click.Path(path_type=Path), help="With --family anole or lumina-mgpt: Chameleon's "
+                     "vqgan.ckpt, which makes pictures of codes."),
+        click.option("--image-size", type=click.IntRange(1), help="With --family: pixels a side. [default: the "
+                     "family's]"),
+    )):
+        with_files = option(with_files)
+    return with_files
+
+
 def sampling_options(command):
+    command = model_options(command)
     for option in reversed((
         click.option("--seed", type=click.IntRange(0, 2**32), default=0,
                      help="Seed of the first picture; the next ones count on."),
@@ -56,42 +142,20 @@ def sampling_options(command):
                      f"[default: {FILTERS['top_k']}, {OWN}]"),
         click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability, in (0, 1]. "
                      f"Discrete tokens only. [default: {FILTERS['top_p']}, {OWN}]"),
-        click.option("--model", type=click.Path(path_type=Path), default=SHIPPED, show_default="the shipped model",
-                     help="Folder with the model, such as `specvis convert` makes."),
         device_option,
     )):
         command = option(command)
     return command
 
 
-def filters_for(model: Path, guidance: float | None, top_k: int | None, top_p: float | None) -> dict:
-    """Guidance and filters of discrete tokens: as given, or else the model's own."""
-    return read_settings(model).filters(guidance, top_k, top_p)
-
-
-def guidance_for(model: Path, guidance: float | None) -> float:
-    """Guidance of continuous tokens: as given, or else the model's own."""
-    return read_settings(model).continuous_guidance(guidance)
-
-
-def sampling_for(method: Method | ContinuousMethod, seeds: list[int], guidance: float | None, temperature: float,
-                 top_k: int | None, top_p: float | None, model: Path,
+def sampling_for(method: Method | ContinuousMethod, seeds: list[int], guidance: float | None,
+                 temperature: float | None, top_k: int | None, top_p: float | None, model: ModelFiles,
                  device: str = "cpu") -> Sampling | ContinuousSampling:
     """How to draw by this method. ValueError names an option that is out of its range."""
     if isinstance(method, ContinuousMethod):
-        return ContinuousSampling.of(seeds, guidance=guidance_for(model, guidance), temperature=temperature,
-                                     device=device)
-    return Sampling.of(seeds, **filters_for(model, guidance, top_k, top_p), temperature=temperature, device=device)
-
-
-def load_model(kind: type, model: Path, device: str, **options) -> Pipeline | MARPair:
-    """The pipeline in the folder `model` for methods of a kind, `Method` or `ContinuousMethod`."""
-    holds = {Method: (model / "config.json").exists(), ContinuousMethod: (model / "mar.json").exists()}
-    if not holds[kind] and any(holds.values()):
-        tokens, other = ("continuous", "mar:num_iter=64") if holds[ContinuousMethod] else ("discrete", "jacobi")
-        raise ValueError(f"method must be one for {tokens} tokens, such as {other}: these are the tokens of {model}")
-    with quiet():  # C++ now imports much of torch, and a KeyboardInterrupt would abort it
-        return (MARPair if kind is ContinuousMethod else Pipeline).load(model, device, **options)
+        return ContinuousSampling.of(seeds, guidance=model.settings().continuous_guidance(guidance),
+                                     temperature=1.0 if temperature is None else temperature, device=device)
+    return Sampling.of(seeds, **model.filters(guidance, top_k, top_p, temperature), device=device)
 
 
 def is_exact(method: Method | ContinuousMethod, temperature: float) -> bool:
@@ -123,7 +187,7 @@ def takes_files(folder: Path) -> bool:
 def writable_file(path: Path, option: str = "out") -> Path:
     """`path` if a picture can be written there, in a folder that may have to be made. No file remains."""
     format = format_of(path)
-    if format not in MAX_SIDES or format not in Image.SAVE:
+    if (format not in MAX_SIDES or format not in Image.SAVE) and (path.suffix, option) != (CODES, "out"):
         known = ", ".join(sorted(suffix for suffix, kind in Image.registered_extensions().items() if kind in MAX_SIDES))
         raise ValueError(f"{option} must end in the name of a picture format, one of {known}, got {path}")
     try:

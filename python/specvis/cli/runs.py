@@ -133,9 +133,9 @@ class ModelClock:
             self.modules = [*models, *(m.diffloss for m in models), *nets, *(net.time_embed for net in nets)]
             self.calls = [(m.diffloss, "cond_embeddings") for m in models]
         else:
-            gpts = [gpt for gpt in (pipeline.gpt, pipeline.small) if gpt is not None]
-            self.modules = [*gpts, *filter(None, [pipeline.eagle])]
-            self.calls = [(gpt, "logits") for gpt in gpts]
+            models, names = (pipeline.gpt, pipeline.small, pipeline.eagle), ("prefill", "extend", "logits")
+            self.modules = []
+            self.calls = [(m, name) for m in models for name in names if hasattr(m, name)]
         self.seconds = 0.0 if pipeline.device.type == "cpu" else None
 
     def __enter__(self):

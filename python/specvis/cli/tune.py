@@ -10,7 +10,7 @@ from ..decoding.sampling import Sampling
 from ..models.words import repeated
 from ..pipelines.discrete import Pipeline
 from ..pipelines.prompts import with_style
-from .options import MAX_COUNT, PROMPTS, dtype_option, filters_for, load_model, sampling_options
+from .options import FAMILY_PROMPTS, MAX_COUNT, PROMPTS, dtype_option, sampling_options
 from .progress import Steps
 from .runs import timed_in_turns
 
@@ -31,10 +31,11 @@ def tune(prompts, batch, turns, dtype, seed, guidance, top_k, top_p, model, devi
     Every window draws plain decoding's pictures, so this is a matter of seconds alone. The methods take turns, so that
     other work on the machine slows all alike; a speedup is the median of these turns.
     """
-    settings = filters_for(model, guidance, top_k, top_p)
+    settings = model.filters(guidance, top_k, top_p)
     Sampling.of([seed], **settings)
-    pipeline = load_model(Method, model, device, dtype=getattr(torch, dtype))
-    prompts = [with_style(prompt, pipeline.prompts.styles, None, default=True) for prompt in prompts or PROMPTS]
+    pipeline = model.load(Method, device, dtype=getattr(torch, dtype))
+    prompts = prompts or (FAMILY_PROMPTS if model.family else PROMPTS)
+    prompts = [with_style(prompt, pipeline.prompts.styles, None, default=True) for prompt in prompts]
     pipeline.prompts.encode(prompts)
     pictures = repeated(prompts, batch * turns)
     sampling = Sampling.of(list(range(seed, seed + len(pictures))), **settings, device=device)

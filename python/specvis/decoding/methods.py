@@ -372,9 +372,11 @@ def method(name: str, /, **parameters) -> Method | ContinuousMethod:
     return base.changed(**changed)
 
 
-def parse_method(text: str) -> Method | ContinuousMethod:
+def parse_method(text: str, usual: dict[str, dict] | None = None) -> Method | ContinuousMethod:
     """A method as it is written on the command line, "name" or "name:parameter=value:...", e.g.
     "adt-tree:start=vertical:widths=4,13".
+
+    usual: parameters of some methods by their names, where a model's paper has others than the method
 
     Raises:
         ValueError: as `method`; or a value is not what the parameter takes
@@ -392,7 +394,7 @@ def parse_method(text: str) -> Method | ContinuousMethod:
         else:
             is_word = key not in known or isinstance(known[key], str)
             parameters[key] = value if is_word else parse_number(key, value)
-    return method(name, **parameters)
+    return method(name, **(usual or {}).get(name, {}) | parameters)
 
 
 class Relaxation(NamedTuple):
@@ -466,8 +468,9 @@ def parse_number(name: str, text: str) -> int | float | tuple:
     return values if len(values) > 1 else values[0]
 
 
-def parse_methods(texts: tuple[str, ...]) -> list[Method | ContinuousMethod]:
-    """Methods with commas between them; "all" is every one of discrete tokens, "continuous" of the others."""
+def parse_methods(texts: tuple[str, ...], usual: dict[str, dict] | None = None) -> list[Method | ContinuousMethod]:
+    """Methods with commas between them; "all" is every one of discrete tokens, "continuous" of the others. usual: see
+    `parse_method`"""
     names = [part.strip() for text in texts for part in re.split(r",\s*(?=[A-Za-z])", text)]
     groups = {"all": METHODS, "continuous": CONTINUOUS}
-    return [parse_method(part) for name in names for part in groups.get(name, [name])]
+    return [parse_method(part, usual) for name in names for part in groups.get(name, [name])]

@@ -23,21 +23,22 @@ from .transformers_layers import SlotCache
 class TransformersEagleHead(nn.Module):
     """Drafts for one target, whose embedding, rotations and head it shares; `EagleDraftModel` decodes with it."""
 
-    def __init__(self, target: ImageModel, bias: bool = True):
-        """An untrained head, of the target's dtype and on its device. bias: whether `fc` has one
+    def __init__(self, target: ImageModel, bias: bool = True, device: torch.device | str | None = None):
+        """An untrained head, of the target's dtype and on its device, if no other is given. bias: whether `fc` has one
 
         Raises:
             ValueError: the target's decoder has no list of layers that are made of a configuration and a number
         """
         super().__init__()
+        dim, device = target.config.hidden_size, device or target.device
         try:
-            layer = type(target.decoder.layers[0])(target.config, 0)
+            with torch.device(device):
+                layer = type(target.decoder.layers[0])(target.config, 0)
         except (AttributeError, TypeError) as error:
             raise ValueError("target must have a decoder with layers of its configuration, as Llama has them, got a "
                              f"{type(target.decoder).__name__}") from error
-        dim = target.config.hidden_size
-        self.fc, self.layers = nn.Linear(2 * dim, dim, bias), nn.ModuleList([layer])
-        self.to(target.device, target.embed.weight.dtype).eval()
+        self.fc, self.layers = nn.Linear(2 * dim, dim, bias, device=device), nn.ModuleList([layer])
+        self.to(target.embed.weight.dtype).eval()
         self.target, self.reader, self.packing = target, Reader(target, self.layers), Packing()
 
     def check(self, target: ImageModel) -> None:

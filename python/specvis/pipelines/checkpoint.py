@@ -65,17 +65,19 @@ class ModelSettings:
     top_k: int | None = None         # 0 keeps all
     top_p: float | None = None       # 1 keeps all
     text_encoder: str | None = None  # folder of the T5 that reads prompts
+    temperature: float | None = None
 
     def __post_init__(self):
         for name, kinds, wanted in (("guidance", (int, float), "a number"), ("top_k", (int,), "a whole number"),
-                                    ("top_p", (int, float), "a number"), ("text_encoder", (str,), "a string")):
+                                    ("top_p", (int, float), "a number"), ("text_encoder", (str,), "a string"),
+                                    ("temperature", (int, float), "a number")):
             if (value := getattr(self, name)) is not None and type(value) not in kinds:
                 raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
-    def filters(self, guidance=None, top_k=None, top_p=None) -> dict:
-        """Guidance and filters of discrete tokens: as given, or where that is None as these settings say."""
-        given = {"guidance": guidance, "top_k": top_k, "top_p": top_p}
-        for source in (vars(self), FILTERS):
+    def filters(self, guidance=None, top_k=None, top_p=None, temperature=None) -> dict:
+        """How discrete tokens are drawn: as given, or where that is None as these settings say."""
+        given = {"guidance": guidance, "top_k": top_k, "top_p": top_p, "temperature": temperature}
+        for source in (vars(self), FILTERS | {"temperature": 1.0}):
             given = {name: source[name] if value is None else value for name, value in given.items()}
         return given
 

@@ -18,7 +18,7 @@ from ..decoding.sampling import Sampling, cfg_inputs
 from ..decoding.speculative import speculative_decode
 from ..files import write_json, write_weights
 from ..models.eagle import EagleHead
-from ..models.interface import DraftModel, inference
+from ..models.interface import DraftModel, codes, inference
 from ..models.llamagen import GPT, GPTConfig
 from ..models.vq import VQ, VQConfig
 from ..models.words import Words
@@ -39,7 +39,6 @@ from .prompts import Captions, ClassIds, with_style
 
 SHIPPED = Path(__file__).parent.parent / "weights"
 PARTS = ("words", "gpt", "eagle", "tokenizer", "small")  # files of the folder, which may lack words, eagle and small
-DRAFT_MODEL_FILES = {"eagle": "eagle.safetensors", "small": "small.safetensors and small.json"}
 UNREAD = "quantize.codebook_used"  # a statistic in the official checkpoints
 
 Source = tuple[Tensor, Tensor | None]  # what a GPT's `condition` takes
@@ -59,6 +58,8 @@ class Pipeline(nn.Module):
         has_eagle:    whether there is an EAGLE head
         settings:     how the pictures are drawn unless one says otherwise, and where the text encoder is
     """
+
+    draft_files = {"eagle": "eagle.safetensors", "small": "small.safetensors and small.json"}
 
     def __init__(self, config: GPTConfig, vq_config: VQConfig, vocabulary: list[str] | None = None,
                  draft_config: GPTConfig | None = None, *, has_eagle: bool = True,
@@ -159,6 +160,10 @@ class Pipeline(nn.Module):
         return self.gpt.output.weight.device
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.gpt.output.weight.dtype
+
+    @property
     def num_tokens(self) -> int:
         """How many tokens an image has."""
         return self.gpt.config.tokens
@@ -180,42 +185,50 @@ class Pipeline(nn.Module):
         Codes have length 1, as the tokenizer uses them. With the metric "raw" they are as they are stored: LANTERN's
         released table is of these. If the folder has a table, "l2" and "raw" are its first columns.
         """
-        if not 0 < k < self.gpt.config.vocabulary:
-            raise ValueError(f"k must be within 1..{self.gpt.config.vocabulary - 1} "
-                             f"(the codebook has {self.gpt.config.vocabulary} codes), got {k}")
+        first, last = codes(self.gpt)
+        if not 0 < k < last - first:
+            raise ValueError(f"k must be within 1..{last - first - 1} (the codebook has {last - first} codes), got {k}")
         if self.table is not None and metric in ("l2", "raw"):
             if k > self.table.shape[1]:
                 raise ValueError(f"k must be at most {self.table.shape[1]}, the columns of neighbors.safetensors, "
                                  f"got {k}")
             return self.table[:, :k].contiguous()
         if metric not in self._neighbors or self._neighbors[metric].shape[1] < k:
-            codes = self.tokenizer.quantize.embedding.weight if metric == "raw" else self.tokenizer.codebook()
-            self._neighbors[metric] = codebook_neighbors(codes, k, metric="l2" if metric == "raw" else metric)
+            self._neighbors[metric] = codebook_neighbors(self.codebook(metric == "raw"), k,
+                                                         metric="l2" if metric == "raw" else metric)
         return self._neighbors[metric][:, :k].contiguous()
+
+    def codebook(self, as_stored: bool) -> Tensor:
+        """(V, channels) the codes as pixels are made of them, or as they are stored."""
+        return self.tokenizer.quantize.embedding.weight if as_stored else self.tokenizer.codebook()
+
+    def on_grid(self, tokens: Tensor) -> Tensor:
+        """What is of each token (B, L), for each code of the pictures: (B, rows, columns)."""
+        return tokens.view(-1, self.gpt.config.grid, self.gpt.config.grid)
 
     def check(self, method: Method) -> None:
         """Raise ValueError if this model cannot decode by the method; make ready what the method needs."""
         if method.parameters.get("refresh") and "small" in self.missing_draft_models:
             raise ValueError(f"refresh must be 0, got {method.drafts.refresh}: this model has no "
-                             f"{DRAFT_MODEL_FILES['small']}, the draft model that refreshes guesses")
+                             f"{self.draft_files['small']}, the draft model that refreshes guesses")
         if method.parameters.get("draft_model") in self.missing_draft_models:
-            others = [f"{method.name}:draft_model={name}" for name in DRAFT_MODEL_FILES
+            others = [f"{method.name}:draft_model={name}" for name in self.draft_files
                       if name not in self.missing_draft_models]
             raise ValueError(f"method must be {' or '.join([*others, 'jacobi'])}, got {method.name}: this model has no "
-                             f"{DRAFT_MODEL_FILES[method.drafts.draft_model]}, its draft model")
+                             f"{self.draft_files[method.drafts.draft_model]}, its draft model")
         if method.num_neighbors:
             self.neighbors(method.num_neighbors, method.acceptance.metric)
 
     def sampling(self, seeds: list[int] | int, *, guidance: float | list[float] | None = None,
-                 temperature: float | list[float] = 1.0, top_k: int | list[int] | None = None,
+                 temperature: float | list[float] | None = None, top_k: int | list[int] | None = None,
                  top_p: float | list[float] | None = None, log_probs: bool = False) -> Sampling:
         """How `specvis generate` draws with this model and these seeds, one for each prompt, on the model's device.
 
         Numbers are as for `Sampling.of`, which also says what is refused. What is None is the folder's number
         (pipeline.json), or else the shipped model's: guidance 1.2, top_k 100, top_p 0.8.
         """
-        return Sampling.of(seeds, **self.settings.filters(guidance, top_k, top_p), temperature=temperature,
-                           log_probs=log_probs, device=self.device)
+        return Sampling.of(seeds, **self.settings.filters(guidance, top_k, top_p, temperature), log_probs=log_probs,
+                           device=self.device)
 
     def source(self, prompts: list[str]) -> Source:
         """What `condition` of `gpt` takes: features (B, S, C) or class ids (B,) int64, and a padding mask or None.
@@ -224,7 +237,7 @@ class Pipeline(nn.Module):
             ValueError: a prompt that the model cannot read, or without the style that it must begin with
         """
         prompts = [with_style(prompt, self.prompts.styles) for prompt in prompts]
-        return self.prompts.source(prompts, self.device, self.gpt.output.weight.dtype)
+        return self.prompts.source(prompts, self.device, self.dtype)
 
     def condition(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
         """Embeddings (B, S, dim) of prompts, and their padding mask (B, S) bool."""

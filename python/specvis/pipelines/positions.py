@@ -4,8 +4,8 @@ from torch import Tensor
 
 from specvis_kernels import guided_probs, gumbel_noise
 
-from ..decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
-from ..models.interface import inference
+from ..decoding.sampling import Sampling, cfg_inputs
+from ..models.interface import id_range, inference
 from .discrete import Pipeline
 
 ROUNDING_STEPS = 5  # in bfloat16, the shipped model's logits in two forwards of one picture differ by up to 4.1
@@ -30,7 +30,7 @@ def target_hidden(pipeline: Pipeline, prompts: list[str], tokens: Tensor) -> Ten
     """
     gpt = pipeline.gpt
     condition, padding_mask = cfg_inputs(gpt, *pipeline.condition(prompts))
-    return gpt.teacher_forced(condition, padding_mask, repeat_for_cfg(tokens))
+    return gpt.teacher_forced(condition, padding_mask, tokens.repeat(len(condition) // len(tokens), 1))
 
 
 @inference
@@ -41,7 +41,7 @@ def logit_rounding(pipeline: Pipeline, prompt: str, tokens: Tensor, position: in
     tokens (1, L) int64: of the picture
     """
     row = target_hidden(pipeline, [prompt], tokens)[:, position - tokens.shape[1]].unsqueeze(1)
-    step = torch.finfo(pipeline.gpt.output.weight.dtype).eps
+    step = torch.finfo(pipeline.dtype).eps
     return ROUNDING_STEPS * step * pipeline.gpt.logits(row).abs().max().item()
 
 
@@ -58,7 +58,7 @@ def is_near_a_filter(pipeline: Pipeline, prompt: str, tokens: Tensor, sampling: 
     changes = torch.rand(logits.shape, generator=generator, dtype=torch.float32, device=logits.device) * 2 - 1
     changes[:, 0] = 0
     positions = torch.full((1, num_tries), position, device=logits.device)
-    drawn = sampling.draw(logits + size * changes, positions).tokens
+    drawn = sampling.draw(logits + size * changes, positions, id_range(pipeline.gpt, positions)).tokens
     return bool((drawn != drawn[:, :1]).any())
 
 
@@ -69,8 +69,8 @@ def draw_margins(pipeline: Pipeline, prompts: list[str], tokens: Tensor, samplin
     tokens (B, L) int64: of the pictures
     """
     logits = pipeline.gpt.logits(target_hidden(pipeline, prompts, tokens)[:, -tokens.shape[1]:])
-    probs = guided_probs(**sampling.rows(logits)).probs
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    probs = guided_probs(**sampling.rows(logits), id_range=id_range(pipeline.gpt, positions)).probs
     noise = gumbel_noise(sampling.seeds, positions, probs.shape[-1])
     scores = probs.log() + torch.where(sampling.greedy[:, None, None], 0.0, noise)
     best, second = scores.topk(2, -1).values.unbind(-1)

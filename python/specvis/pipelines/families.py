@@ -1,0 +1,437 @@
+"""Families of transformers from their folders: model, prompts, draft model and pixels. See docs/families.md."""
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+from specvis_kernels.compat._versions import versions
+
+from ..files import first_line
+from ..models.chameleon_vq import ChameleonVQ
+from ..models.interface import inference, num_tokens
+from ..models.kl_vae import KLConfig
+from ..models.transformers import Emu3, GLMImage, ImageModel, JanusPro, anole, lumina_mgpt
+from ..models.transformers_eagle import TransformersEagleHead
+from .checkpoint import CheckpointError, ModelSettings, check_device, check_finite
+from .discrete import Pipeline
+from .recognized import GROUPS, Recognized
+from .sources import SourceFile, files_of, open_source
+
+PREFIX_LEN = 256  # ids that a prompt has at most, with what a family puts around it
+# What the releases put around Emu3's prompts.
+EMU3_WANTED = ". masterpiece, film grained, best quality."
+EMU3_UNWANTED = ("lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, "
+                 "worst quality, low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry.")
+TREE, LANTERN = {"depth": 5, "width": 10, "nodes": 59}, {"k": 1000, "delta": 0.4}
+ADT = TREE | {"width_step": 3, "widths": (4, 13)}
+DECODER = re.compile(r"((?:[^.]+\.)*?)decoder\.up\.\d+\.block\.")  # of Chameleon's VQ-GAN
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family's files are, and how its pictures are usually drawn."""
+
+    model_type: str     # in config.json
+    model: str          # class of transformers
+    processor: str      # likewise: what reads prompts
+    image_size: int     # pixels a side of a usual picture
+    stride: int         # pixels a side of a code
+    settings: ModelSettings
+    scaled: bool = False  # codes have length 1 where they become pixels
+    license: str = ""
+    # the papers' settings of methods where they are others than for the shipped model; sources: docs/families.md
+    methods: dict[str, dict] = field(default_factory=dict)
+
+
+CHAMELEON = ("chameleon", "ChameleonForConditionalGeneration", "AutoTokenizer")
+FAMILIES = {
+    "anole": Family(*CHAMELEON, 512, 16, ModelSettings(3.0, 2000, 1.0), methods={
+        "eagle2": TREE, "lantern": TREE | LANTERN, "lantern+optimal": TREE | LANTERN, "adt-tree": ADT,
+        "adt-tree+lantern": ADT | LANTERN}),
+    "lumina-mgpt": Family(*CHAMELEON, 768, 16, ModelSettings(3.0, 2000, 1.0), methods={
+        name: TREE | {"depth": 6} for name in ("eagle2", "lantern", "lantern+optimal")}),
+    "emu3": Family("emu3", "Emu3ForConditionalGeneration", "Emu3Processor", 720, 8, ModelSettings(3.0, 2048, 1.0)),
+    "janus-pro": Family("janus", "JanusForConditionalGeneration", "JanusProcessor", 384, 16,
+                        ModelSettings(5.0, 0, 1.0), scaled=True),
+    "glm-image": Family("glm_image", "GlmImageForConditionalGeneration", "GlmImageProcessor", 1024, 32,
+                        ModelSettings(1.0, 0, 0.75, temperature=0.9), scaled=True),
+}
+TOKENIZERS = "tokenizer.json", "tokenizer.model", "vocab.json"
+SUBFOLDERS = "vision_language_encoder", "processor"  # of GLM-Image's files
+
+
+class FamilyPrompts:
+    """Prompts that are free text, around which a family puts what begins an image."""
+
+    styles = ()
+
+    def __init__(self, ids_of: Callable[[str], list[int]], prefix_len: int):
+        self.ids_of, self.prefix_len = ids_of, prefix_len
+
+    def encode(self, prompts: Sequence[str]) -> list[list[int]]:
+        """The vocabulary ids of each prompt. ValueError: one is no text, or empty, or longer than prefix_len ids"""
+        found = []
+        for prompt in prompts:
+            if not isinstance(prompt, str) or not prompt.strip():
+                raise ValueError(f"a prompt must be text with at least one word, got {prompt!r}")
+            found.append(list(map(int, self.ids_of(prompt))))
+            if len(found[-1]) > self.prefix_len:
+                raise ValueError(f"a prompt must have at most prefix_len={self.prefix_len} ids with what the model "
+                                 f"puts around it, got {len(found[-1])} of {prompt[:60]!r}")
+        return found
+
+
+class FamilyPipeline(Pipeline):
+    """A model of one of FAMILIES with what surrounds it: see `Pipeline`, whose methods it has. `gpt` is the target, an
+    `ImageModel`; `note` says what is missing for pictures."""
+
+    draft_files = {"eagle": "EAGLE head (--draft)", "small": "small model (--draft)"}
+
+    def __init__(self, family: Family, target: ImageModel, prompts: FamilyPrompts, folder: Path, side: int):
+        nn.Module.__init__(self)
+        self.family, self.settings, self.folder, self.prompts = family, family.settings, folder, prompts
+        self.gpt, self.eagle, self.small, self.table, self._neighbors = target, None, None, None, {}
+        self.tokenizer, self.own_side, self.note = None, side, ""
+
+    @staticmethod
+    def load(folder: str | Path, family: str, device: torch.device | str = "cpu", *,
+             dtype: torch.dtype = torch.float32, draft: str | Path | None = None, vq: str | Path | None = None,
+             image_size: int | None = None, prefix_len: int = PREFIX_LEN) -> "FamilyPipeline":
+        """The model in a folder as transformers has it, or of that name on a model hub.
+
+        On a CPU the op `decoder_layers` reads what is drafted, where it can. Its copy of the layers takes as much
+        memory as they do.
+
+        Args:
+            family:     one of FAMILIES
+            draft:      folder or file with an EAGLE head, as LANTERN has released them or `python -m training eagle`
+                writes them; or folder of a smaller model of the family. LANTERN's table of neighbors in it is used
+            vq:         file or folder with Chameleon's VQ-GAN (vqgan.ckpt), which makes pictures of Anole's and
+                Lumina-mGPT's codes; None: the model's own files, if they have it
+            image_size: pixels a side; None: the family's usual number
+            prefix_len: how many ids a prompt has at most
+
+        Raises:
+            CheckpointError: files are missing, of another model, or of another family, or do not belong together
+            ValueError:      an argument differs from the above, or torch cannot use the device
+        """
+        check_device(device)
+        about = family_of(family)
+        folder = found(folder)
+        model, processor = read_model(folder, about, family, dtype), read_processor(folder, about)
+        size = about.image_size if image_size is None else image_size
+        if size % about.stride or size < about.stride:
+            raise ValueError(f"image_size must be a positive multiple of {about.stride}, the pixels a side of a code, "
+                             f"got {size}")
+        model = model.to(device)
+        target, ids_of = target_of(family, model, processor, size // about.stride, prefix_len)
+        if target.codes_of(torch.zeros(1, num_tokens(target), dtype=torch.int64)).shape[1] * about.stride != size:
+            raise ValueError(f"image_size must not be given for {family}, whose grid its files say, got {size}")
+        pipeline = FamilyPipeline(about, target, FamilyPrompts(ids_of, prefix_len), folder, size)
+        pipeline.add_decoder(vq)
+        if draft is not None:
+            pipeline.add_draft_model(found(draft), processor)
+        for part in filter(None, (target, pipeline.small)):
+            if target.device.type == "cpu":
+                try:
+                    part.use_decoder_layers()
+                except ValueError:  # GLM-Image, for instance: its modules read
+                    pass
+        return pipeline.requires_grad_(False).eval()
+
+    def add_decoder(self, vq: str | Path | None) -> None:
+        """Find what makes pictures of Chameleon's codes, in the model's own files if nothing else is given."""
+        target = self.gpt
+        if self.family.model_type != "chameleon":
+            if vq is not None:
+                raise ValueError(f"vq must not be given for {type(target).__name__}, whose files have its decoder")
+            if not hasattr(target.vqmodel, "decode"):
+                self.note = ("GLM-Image's pictures are made by GlmImagePipeline of diffusers; here they show codes as "
+                             "colors, and --out NAME.npy keeps the codes for it (docs/families.md)")
+            return
+        source = open_source(self.folder if vq is None else Path(vq))
+        if vq is None and not any(map(DECODER.match, source.tensors)):
+            self.note = ("the model's files have no decoder of Chameleon's codes: pictures show codes as colors, and "
+                         "--vq FILE (vqgan.ckpt) makes real ones")
+            return
+        own = None if "quantize" in target.model.missing else target.codebook
+        target.vqmodel = load_vqgan(source, own).to(target.device)
+
+    def add_draft_model(self, folder: Path, processor) -> None:
+        """An EAGLE head, or a smaller model of the family, and LANTERN's table of neighbors if it is there."""
+        tables = sorted(folder.glob("top_*_indices.npy")) if folder.is_dir() else []
+        if tables:
+            self.table = read_table(tables[0], self.gpt.num_codes).to(self.device)
+        source = open_source(folder)
+        if any(name == "fc.weight" for name in source.tensors):
+            self.eagle = load_eagle(source, self.gpt)
+            return
+        family = next(name for name, about in FAMILIES.items() if about is self.family)
+        model = read_model(folder, self.family, family, self.dtype).to(self.device)
+        small, _ = target_of(family, model, processor, self.own_side // self.family.stride, self.gpt.prefix_len)
+        if small.grid != self.gpt.grid or not torch.equal(small.ids, self.gpt.ids):
+            raise CheckpointError(f"draft {folder} must be a model of the target's grid {self.gpt.grid} and ids of "
+                                  f"codes, got grid {small.grid} and {small.num_codes} codes")
+        self.small = small
+
+    def save(self, folder: str | Path) -> None:
+        raise ValueError("a family's files are transformers': save model.save_pretrained(folder)")
+
+    def __repr__(self) -> str:
+        return (f"FamilyPipeline({self.folder}: {self.side} x {self.side} pixels, {num_tokens(self.gpt)} tokens, "
+                f"{self.gpt.num_codes} codes, {self.device}, {str(self.dtype)[6:]})")
+
+    @property
+    def device(self) -> torch.device:
+        return self.gpt.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.gpt.embed.weight.dtype
+
+    @property
+    def num_tokens(self) -> int:
+        return num_tokens(self.gpt)
+
+    @property
+    def side(self) -> int:
+        return self.own_side
+
+    def codebook(self, as_stored: bool) -> Tensor:
+        codes = self.gpt.codebook.float()
+        return F.normalize(codes, dim=-1) if self.family.scaled and not as_stored else codes
+
+    def source(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
+        return self.gpt.padded(self.prompts.encode(prompts))
+
+    def on_grid(self, tokens: Tensor) -> Tensor:
+        return self.gpt.codes_of(tokens)
+
+    @inference
+    def pictures(self, tokens: Tensor) -> list[Image.Image]:
+        """Tokens (B, L) int64 -> B pictures; without a decoder the codes as colors, as `note` says."""
+        return [colors.resize((self.side, self.side), Image.Resampling.NEAREST) for colors in code_colors(
+            self.gpt.codes_of(tokens), self.codebook(True))] if self.note else self.gpt.pictures(tokens)
+
+
+def family_of(name: str) -> Family:
+    """ValueError: there is no such family"""
+    if name not in FAMILIES:
+        raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {name!r}")
+    return FAMILIES[name]
+
+
+def found(folder: str | Path) -> Path:
+    """A folder or file that exists, or the local copy of a repository on a model hub, which is fetched."""
+    if (path := Path(folder)).exists():
+        return path
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder)):
+        raise CheckpointError(f"there is no folder {folder}, and it is no name OWNER/MODEL of a model hub")
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(folder)))
+    except Exception as error:  # of many kinds, without a network among them
+        raise CheckpointError(f"there is no folder {folder}, and it could not be fetched: {first_line(error)}"
+                              ) from error
+
+
+def part_of(folder: Path, which: int) -> Path:
+    """The folder itself, or its part for the model (0) or the processor (1)."""
+    return part if (part := folder / SUBFOLDERS[which]).is_dir() else folder
+
+
+def read_model(folder: Path, family: Family, name: str, dtype: torch.dtype) -> nn.Module:
+    """The model of a folder; `missing` of it are the parts of its VQ model that the files lack.
+
+    Raises:
+        CheckpointError: a file is missing, or is of another family, or a tensor is missing
+    """
+    folder = part_of(folder, 0)
+    try:
+        model_type = json.loads((folder / "config.json").read_text("utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"model must be a folder with config.json as transformers writes it, got {folder}: "
+                              f"{first_line(error)}") from error
+    if model_type != family.model_type:
+        raise CheckpointError(f"model must be of the family {name}, whose config.json has model_type "
+                              f"{family.model_type}, got {model_type} in {folder}")
+    files_of(folder)
+    try:
+        import transformers
+
+        model, report = getattr(transformers, family.model).from_pretrained(
+            folder, local_files_only=True, dtype=dtype, output_loading_info=True)
+    except ImportError as error:
+        raise ValueError("a family needs transformers, which is missing: pip install \"specvis[transformers]\""
+                         ) from error
+    except AttributeError as error:
+        raise ValueError(f"transformers must have {family.model} for {name} ({versions('transformers')})") from error
+    except Exception as error:  # transformers and safetensors raise many kinds
+        raise CheckpointError(f"model {folder} cannot be read by transformers: {first_line(error)}") from error
+    missing = sorted(report["missing_keys"])
+    if wrong := [key for key in missing if ".vqmodel." not in key]:
+        raise CheckpointError(f"model {folder} lacks {wrong[0]} and {len(wrong) - 1} more tensors of {family.model}")
+    model.missing = {key.split(".vqmodel.")[1].split(".")[0] for key in missing}
+    return model
+
+
+def read_processor(folder: Path, family: Family):
+    """What reads prompts. CheckpointError if the folder has none"""
+    folder = part_of(folder, 1)
+    if not any((folder / name).exists() for name in TOKENIZERS):
+        raise CheckpointError(f"model must be a folder with its tokenizer ({', '.join(TOKENIZERS)}), got {folder}, "
+                              "which has none")
+    try:
+        import transformers
+
+        return getattr(transformers, family.processor).from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise CheckpointError(f"model {folder} has no {family.processor} that transformers can read: "
+                              f"{first_line(error)}") from error
+
+
+def target_of(family: str, model: nn.Module, processor, side: int,
+              prefix_len: int) -> tuple[ImageModel, Callable[[str], list[int]]]:
+    """The target for pictures of side x side codes, and what gives a prompt's vocabulary ids."""
+    def asked(text, **settings):
+        return processor(text=[text], return_tensors="pt", **settings)
+
+    def chat(text):
+        return [{"role": "user", "content": [{"type": "text", "text": text}]}]
+
+    if family in ("anole", "lumina-mgpt"):
+        target = (anole if family == "anole" else lumina_mgpt)(model, prefix_len, (side, side))
+        size = f"{side * 16}x{side * 16}"
+        before = "" if family == "anole" else f"Generate an image of {size} according to the following prompt:\n"
+        return target, lambda text: [0, *processor.encode(before + text, add_special_tokens=False), 8710,
+                                     *target.begin]
+    if family == "emu3":
+        settings = {"return_for_image_generation": True, "ratio": "1:1", "image_area": (8 * side) ** 2}
+        unwanted = asked(EMU3_UNWANTED, **settings)
+        target = Emu3(model, prefix_len, tuple(map(int, unwanted["image_sizes"][0])), unwanted["input_ids"][0].tolist())
+        return target, lambda text: asked(text + EMU3_WANTED, **settings)["input_ids"][0].tolist()
+    if family == "janus-pro":
+        def ids_of(text):
+            text = processor.apply_chat_template([chat(text)], add_generation_prompt=True)[0]
+            return asked(text, generation_mode="image")["input_ids"][0].tolist()
+
+        return JanusPro(model, prefix_len), ids_of
+
+    def read(text):
+        return processor.apply_chat_template([chat(text)], tokenize=True, target_h=32 * side, target_w=32 * side,
+                                             return_dict=True, return_tensors="pt")
+
+    return GLMImage(model, prefix_len, read("a")["image_grid_thw"]), lambda text: read(text)["input_ids"][0].tolist()
+
+
+def load_eagle(source: SourceFile | str | Path, target: ImageModel) -> TransformersEagleHead:
+    """A released EAGLE head for this target: LANTERN's for Anole and Lumina-mGPT, or one that was trained here.
+
+    Its embedding is the target's, and is not kept twice. Norms of queries and keys may be one row for all heads.
+
+    Args:
+        source: a folder with model.safetensors or pytorch_model.bin, or a file
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown, of another shape, or not finite; or the embedding is not the
+            target's
+    """
+    source = source if isinstance(source, SourceFile) else open_source(Path(source))
+    tensors, own = source.tensors, target.embed.weight
+    if (embedding := tensors.pop("embed_tokens.weight", None)) is not None:
+        if embedding.shape != own.shape or not is_near(embedding.make(), own):
+            raise CheckpointError(f"{source.path} must have the target's embedding, {tuple(own.shape)}, got another "
+                                  f"one, {embedding.shape}: it is a head for another model")
+    heads = {"q_norm": target.config.num_attention_heads,
+             "k_norm": getattr(target.config, "num_key_value_heads", None) or target.config.num_attention_heads}
+    for name, tensor in tensors.items():
+        num_heads = heads.get(name.split(".")[-2])
+        if num_heads and len(tensor.shape) == 2 and tensor.shape[0] and num_heads % tensor.shape[0] == 0:
+            rows = num_heads // tensor.shape[0]
+            tensors[name] = type(tensor)((num_heads, tensor.shape[1]), tensor.dtype, lambda tensor=tensor, rows=rows:
+                                         tensor.make().repeat_interleave(rows, 0))
+    bias = "fc.bias" in tensors
+    kind = f"EAGLE head for {type(target).__name__}, width {target.config.hidden_size}"
+    Recognized("eagle", source, kind).check(lambda: TransformersEagleHead(target, bias, "meta"))
+    head, weights = TransformersEagleHead(target, bias), {name: t.make() for name, t in source.tensors.items()}
+    for name, value in weights.items():
+        check_finite(source.path, name, value)
+    head.load_state_dict(weights)
+    return head
+
+
+def is_near(other: Tensor, own: Tensor) -> bool:
+    """Whether two tensors are one, but for the rounding of their dtypes."""
+    step = max(torch.finfo(t.dtype).eps for t in (other, own))
+    for theirs, ours in zip(other.split(4096), own.detach().split(4096)):
+        theirs, ours = theirs.float(), ours.float().cpu()
+        if not ((theirs - ours).abs() <= step * ours.abs() + 1e-6).all():
+            return False
+    return True
+
+
+def load_vqgan(source: SourceFile | str | Path, codebook: Tensor | None = None) -> ChameleonVQ:
+    """The decoder of Chameleon's codes: official vqgan.ckpt, a conversion's shards, or a bare state dictionary.
+
+    Args:
+        source:   a file, or a folder as transformers has it
+        codebook: (C, channels) the target's; None: it has none of its own
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown, of another shape or not finite; or the codebook is another one
+    """
+    source = source if isinstance(source, SourceFile) else open_source(Path(source))
+    prefixes = {match[1] for name in source.tensors if (match := DECODER.match(name))}
+    if len(prefixes) != 1:
+        raise CheckpointError(f"{source.path} must have one decoder of Chameleon's VQ-GAN, decoder.up.0.block..., got "
+                              f"{len(prefixes)}")
+    prefix, = prefixes
+    names = {name.removeprefix(prefix): tensor for name, tensor in source.tensors.items() if name.startswith(prefix)}
+    source = SourceFile(source.path, {name: tensor for name, tensor in names.items() if name.startswith(
+        ("decoder.", "post_quant_conv.", "quantize.embedding."))})
+    channels = source.width("decoder.norm_out.weight")
+    config = KLConfig(
+        channels, tuple(source.width(f"decoder.up.{i}.block.0.conv1.weight") // channels
+                        for i in range(source.count(r"decoder\.up"))),
+        max(1, source.count(r"decoder\.up\.0\.block") - 1), source.width("decoder.conv_in.weight", 1), GROUPS)
+    sizes = source.shape("quantize.embedding.weight")
+    Recognized("vq", source, "Chameleon's VQ-GAN").check(lambda: ChameleonVQ(config, *sizes))
+    vq = ChameleonVQ(config, *sizes)
+    weights = {name: tensor.make().float() for name, tensor in source.tensors.items()}
+    for name, value in weights.items():
+        check_finite(source.path, name, value)
+    vq.load_state_dict(weights)
+    codes = weights["quantize.embedding.weight"]
+    if codebook is not None and (codebook.shape != codes.shape or not is_near(codes.to(codebook.dtype), codebook)):
+        raise CheckpointError(f"{source.path} must have the model's codebook, {tuple(codebook.shape)}, got another "
+                              f"one, {tuple(codes.shape)}: it is another model's VQ-GAN")
+    return vq
+
+
+def read_table(path: Path, num_codes: int) -> Tensor:
+    """LANTERN's table of neighbors (C, k) uint16, of codes. CheckpointError: it is none, or of another codebook"""
+    tensors = list(open_source(path).tensors.values())
+    if len(tensors) != 1 or len(tensors[0].shape) != 2 or tensors[0].shape[0] != num_codes:
+        raise CheckpointError(f"neighbors {path} must be a table of {num_codes} codes, got "
+                              f"{', '.join(str(tensor.shape) for tensor in tensors)}")
+    table = tensors[0].make()
+    if table.dtype.is_floating_point or int(table.max()) >= num_codes or int(table.min()) < 0:
+        raise CheckpointError(f"neighbors {path} must be codes within [0, {num_codes})")
+    return table.to(torch.uint16 if num_codes <= 65536 else torch.int32)
+
+
+def code_colors(codes: Tensor, codebook: Tensor) -> list[Image.Image]:
+    """Codes (B, rows, columns) as pictures of a pixel a code: the codebook's three principal components as colors."""
+    centered = codebook - codebook.mean(0)
+    axes = torch.linalg.eigh(centered.T @ centered).eigenvectors[:, -3:]
+    rank = (centered @ axes).argsort(0).argsort(0)
+    colors = (rank * 255 // max(1, len(codebook) - 1)).byte()[codes].cpu().numpy()
+    return [Image.fromarray(np.ascontiguousarray(picture)) for picture in colors]
