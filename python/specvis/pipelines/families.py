@@ -132,7 +132,7 @@ class FamilyPipeline(Pipeline):
                              f"got {size}")
         model = model.to(device)
         target, ids_of = target_of(family, model, processor, size // about.stride, prefix_len)
-        if target.codes_of(torch.zeros(1, num_tokens(target), dtype=torch.int64)).shape[1] * about.stride != size:
+        if image_size not in (None, target.grid[0] * about.stride):
             raise ValueError(f"image_size must not be given for {family}, whose grid its files say, got {size}")
         pipeline = FamilyPipeline(about, target, FamilyPrompts(ids_of, prefix_len), folder, size)
         pipeline.add_decoder(vq)
@@ -155,6 +155,8 @@ class FamilyPipeline(Pipeline):
             if not hasattr(target.vqmodel, "decode"):
                 self.note = ("GLM-Image's pictures are made by GlmImagePipeline of diffusers; here they show codes as "
                              "colors, and --out NAME.npy keeps the codes for it (docs/families.md)")
+            else:
+                self.set_side(len(target.vqmodel.config.channel_multiplier))
             return
         source = open_source(self.folder if vq is None else Path(vq))
         if vq is None and not any(map(DECODER.match, source.tensors)):
@@ -163,6 +165,11 @@ class FamilyPipeline(Pipeline):
             return
         own = None if "quantize" in target.model.missing else target.codebook
         target.vqmodel = load_vqgan(source, own).to(target.device)
+        self.set_side(len(target.vqmodel.decoder.up))
+
+    def set_side(self, levels: int) -> None:
+        """levels: resolutions of the decoder, each of which has twice the pixels a side of the one before"""
+        self.own_side = self.gpt.grid[0] * 2 ** (levels - 1)
 
     def add_draft_model(self, folder: Path, processor) -> None:
         """An EAGLE head, or a smaller model of the family, and LANTERN's table of neighbors if it is there."""
@@ -175,7 +182,7 @@ class FamilyPipeline(Pipeline):
             return
         family = next(name for name, about in FAMILIES.items() if about is self.family)
         model = read_model(folder, self.family, family, self.dtype).to(self.device)
-        small, _ = target_of(family, model, processor, self.own_side // self.family.stride, self.gpt.prefix_len)
+        small, _ = target_of(family, model, processor, self.gpt.grid[0], self.gpt.prefix_len)
         if small.grid != self.gpt.grid or not torch.equal(small.ids, self.gpt.ids):
             raise CheckpointError(f"draft {folder} must be a model of the target's grid {self.gpt.grid} and ids of "
                                   f"codes, got grid {small.grid} and {small.num_codes} codes")
