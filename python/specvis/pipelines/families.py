@@ -1,4 +1,5 @@
 """Families of transformers from their folders: model, prompts, draft model and pixels. See docs/families.md."""
+import inspect
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -332,9 +333,12 @@ def target_of(family: str, model: nn.Module, processor, side: int,
 
         return JanusPro(model, prefix_len), ids_of
 
+    size = {"target_h": 32 * side, "target_w": 32 * side}
+    if "processor_kwargs" in inspect.signature(processor.apply_chat_template).parameters:  # of later transformers 5
+        size = {"processor_kwargs": size}
+
     def read(text):
-        return processor.apply_chat_template([chat(text)], tokenize=True, target_h=32 * side, target_w=32 * side,
-                                             return_dict=True, return_tensors="pt")
+        return processor.apply_chat_template([chat(text)], tokenize=True, return_dict=True, return_tensors="pt", **size)
 
     return GLMImage(model, prefix_len, read("a")["image_grid_thw"]), lambda text: read(text)["input_ids"][0].tolist()
 
