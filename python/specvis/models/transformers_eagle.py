@@ -52,7 +52,7 @@ class TransformersEagleHead(nn.Module):
 
     def joined(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """The layer's input (R, N, dim) of the tokens' embeddings and the hidden states before them."""
-        x = cat([embedded, hidden.to(embedded.dtype)], -1)
+        x = cat([embedded, hidden.to(embedded.dtype)], -1).to(self.fc.weight.dtype)
         packed = self.packing.get(x, self.pack)
         return self.fc(x) if packed is None else cast(packed_linear(x, packed[0], self.fc.out_features, packed[1]),
                                                       x.dtype)

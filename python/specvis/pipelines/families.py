@@ -287,6 +287,7 @@ def read_model(folder: Path, family: Family, name: str, dtype: torch.dtype) -> n
     missing = sorted(report["missing_keys"])
     if wrong := [key for key in missing if ".vqmodel." not in key]:
         raise CheckpointError(f"model {folder} lacks {wrong[0]} and {len(wrong) - 1} more tensors of {family.model}")
+    model.requires_grad_(False).eval()
     model.missing = {key.split(".vqmodel.")[1].split(".")[0] for key in missing}
     return model
 

@@ -1,0 +1,116 @@
+"""What an EAGLE head for one of transformers' families learns from: pictures that the target draws of prompts.
+
+Tokens and hidden states are kept in shards, of some pictures each: after an interruption the missing ones are made.
+"""
+import zlib
+from copy import copy
+from pathlib import Path
+
+import click
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from specvis.cli.generate import read_prompts
+from specvis.files import locked, reading, remove_leftovers, write_tensors
+from specvis.models.transformers import ImageModel
+from specvis.pipelines.families import FamilyPipeline
+from specvis.terminal import printable
+
+from .gpt import NULL_SHARE
+from .images import HELD_OUT, begin
+
+SHARD = 8  # pictures; each is about 10 MB of a 7B model
+WITH_NULL = 4  # one picture in so many has hidden states of the unconditional prompt, too
+
+
+class FamilyImages:
+    """The target's pictures of the prompts in a file, each drawn once. See `Examples` in `eagle.py`."""
+
+    def __init__(self, pipeline: FamilyPipeline, target: Path, file: Path, run: Path, batch: int, **settings: float):
+        """batch: how many are drawn at once, and trained on at a step; settings: of the training, see `begin`
+
+        Raises:
+            ValueError: fewer than two prompts, one that is too long, or a run of another target or other settings
+        """
+        prompts = list(dict.fromkeys(read_prompts(file).values()))
+        if len(prompts) < 2:
+            raise ValueError(f"prompts must be a file with at least two prompts, got {len(prompts)} in {file}")
+        ids = pipeline.prompts.encode(prompts)
+        self.target = pipeline.gpt = shortened(pipeline.gpt, max(map(len, ids)))
+        self.conditions, self.padding_masks = self.target.condition(ids)
+        run.mkdir(parents=True, exist_ok=True)
+        with locked(run, "runs"):
+            begin(run, target, {"prompts": zlib.crc32("\n".join(prompts).encode()), "batch": batch, **settings})
+            self.shards = shards_of(pipeline, prompts, self.padding_masks, run / "draws", batch)
+        chance = torch.tensor([zlib.crc32(prompt.encode()) for prompt in prompts]) / 2 ** 32
+        held_out = chance <= max(HELD_OUT, chance.min().item())
+        self.train, self.test = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
+        self.train_null = self.train[self.train % WITH_NULL == 0]
+
+    def draw(self, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        is_null = torch.rand(batch, generator=generator) < (NULL_SHARE if len(self.train_null) else 0)
+        rows = [(some := self.train_null if null else self.train)[torch.randint(len(some), (), generator=generator)]
+                for null in is_null.tolist()]
+        return self.take(torch.stack(rows), is_null)
+
+    def take(self, rows: Tensor, is_null: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The fields of `Images` of pictures with these numbers; where `is_null`, of the unconditional prompt."""
+        is_null = (torch.zeros(len(rows), dtype=torch.bool) if is_null is None else is_null).to(self.target.device)
+        condition, mask = self.conditions[rows], self.padding_masks[rows]
+        null, null_mask = self.target.null_inputs(mask)
+        ids, hidden = zip(*(self.read(*pair) for pair in zip(rows.tolist(), is_null.tolist())))
+        return (torch.where(is_null[:, None, None], null, condition), torch.where(is_null[:, None], null_mask, mask),
+                torch.stack(ids).to(mask.device).long(), torch.stack(hidden).to(mask.device))
+
+    def read(self, number: int, is_null: bool) -> tuple[Tensor, Tensor]:
+        """A picture's tokens (L,), and the target's hidden states (S - 1 + L, dim)."""
+        path, row = self.shards[number // SHARD], number % SHARD
+        with reading(path, "; remove it, and it is made again"), safe_open(path, "pt") as file:
+            name, at = ("null_hidden", row // WITH_NULL) if is_null else ("hidden", row)
+            return file.get_slice("ids")[row], file.get_slice(name)[at]
+
+    def hidden(self, images) -> Tensor:
+        return images.hidden
+
+
+def shortened(target: ImageModel, prefix_len: int) -> ImageModel:
+    """The target for prompts of at most so many ids, or of as many as its unconditional prompt has."""
+    other, (ids, is_real) = copy(target), target.null_prompt
+    other.prefix_len = prefix_len = max(prefix_len, int(is_real.sum()))
+    other.null_prompt = ids[:, -prefix_len:], is_real[:, -prefix_len:]
+    return other
+
+
+@torch.no_grad()
+def shards_of(pipeline: FamilyPipeline, prompts: list[str], padding_masks: Tensor, folder: Path,
+              batch: int) -> list[Path]:
+    """The files of all pictures; those that are missing are made, pictures of SHARD prompts each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
+    paths = [folder / f"{number:05}.safetensors" for number in range(-(-len(prompts) // SHARD))]
+    missing, target = [number for number, path in enumerate(paths) if not path.exists()], pipeline.gpt
+    with tqdm(total=len(prompts), initial=len(prompts) - sum(len(prompts[n * SHARD: (n + 1) * SHARD]) for n in missing),
+              unit="picture", desc="draw", disable=None if missing else True) as bar:
+        for number in missing:
+            rows = range(number * SHARD, min((number + 1) * SHARD, len(prompts)))
+            some = [prompts[row] for row in rows]
+            decoded = pipeline.tokens(some, "jacobi", pipeline.sampling(list(rows)), batch=batch)
+            if decoded.failed.any():
+                raise ValueError(f"target must draw whole pictures, got logits that are not finite for {some}")
+            condition, mask = target.condition(pipeline.prompts.encode(some))
+            of_null = slice(0, None, WITH_NULL)
+            null, null_mask = target.null_inputs(padding_masks[list(rows)][of_null])
+
+            def states(condition, mask, tokens):
+                return torch.cat([target.teacher_forced(*row) for row in zip(
+                    condition.split(batch), mask.split(batch), tokens.split(batch))]).cpu()
+
+            write_tensors(paths[number], {
+                "ids": decoded.tokens.int().cpu(), "hidden": states(condition, mask, decoded.tokens),
+                "null_hidden": states(null, null_mask, decoded.tokens[of_null])})
+            bar.update(len(some))
+            if bar.disable:
+                click.echo(printable(f"draw: {rows[-1] + 1} of {len(prompts)} pictures"), err=True)
+    return paths
