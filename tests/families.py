@@ -2,20 +2,21 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
-import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specvis.models.chameleon_vq import ChameleonVQ
 from specvis.models.kl_vae import KLConfig
 from specvis.models.transformers import Chameleon, Emu3, GLMImage, JanusPro
 
+transformers = pytest.importorskip("transformers")  # which skips the tests of who imports this
 C, S = 10, 7
 TEXT = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "initializer_range": 0.25, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 VQ = {"embed_dim": 4, "latent_channels": 4, "base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1}
 HAS_GLM_IMAGE = hasattr(transformers, "GlmImageForConditionalGeneration")  # not in transformers 4
 FAMILIES = ("anole", "lumina", "emu3", "janus", *["glm"] * HAS_GLM_IMAGE)
+needs_glm_image = pytest.mark.skipif(not HAS_GLM_IMAGE, reason="needs a transformers with GLM-Image")
 GRIDS = [[1, 2, 4], [1, 2, 3]]  # GLM-Image's picture and preview
 # special tokens of the processors by their names there; ids below the codes'
 SPECIAL = {"pad_token": ("<pad>", 0), "bos_token": ("<s>", 1), "eos_token": ("</s>", 2), "image_token": ("<image>", 3),
@@ -78,6 +79,8 @@ def target_of(family, seed=0):
 
 def saved(family: str, folder: Path, seed: int = 0) -> Path:
     """A folder with a tiny model of one of the command line's families, and what reads its prompts."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
     model = {"emu3": emu3_model, "janus-pro": janus_model, "glm-image": glm_image_model}.get(family, chameleon_model)
     parts = ("vision_language_encoder", "processor") if family == "glm-image" else ("", "")
     model(seed).save_pretrained(folder / parts[0])
@@ -88,13 +91,12 @@ def saved(family: str, folder: Path, seed: int = 0) -> Path:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, SPECIAL["unk_token"][0]))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     usual = ("pad_token", "bos_token", "eos_token", "unk_token")
+    texts = {name: text for name, (text, _) in SPECIAL.items()}
     if family == "glm-image":  # its processor begins an image with bos_token
-        vocabulary = {name: text for name, (text, _) in SPECIAL.items()} | {"bos_token": SPECIAL["boi_token"][0]}
-    else:
-        vocabulary = {name: text for name, (text, _) in SPECIAL.items()}
-    extra = {name: text for name, text in vocabulary.items() if name not in usual}
+        texts["bos_token"] = texts["boi_token"]
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, extra_special_tokens=extra, **{name: vocabulary[name] for name in usual})
+        tokenizer_object=tokenizer, **{name: texts[name] for name in usual},
+        extra_special_tokens={name: text for name, text in texts.items() if name not in usual})
     if family in ("anole", "lumina-mgpt"):
         tokenizer.save_pretrained(folder)
         return folder

@@ -12,7 +12,7 @@ from specvis.models.transformers_layers import attend
 from specvis_kernels import StatusError
 from specvis_kernels.compat._versions import is_older
 from specvis_kernels.compat.transformers import GuidedProbsProcessor, jacobi_generate, tree_generate
-from tests.models.test_transformers import chameleon_model, emu3_model, janus_model
+from tests.families import chameleon_model, emu3_model, janus_model
 
 transformers = pytest.importorskip("transformers")
 V, PROMPT = 64, torch.tensor([[1, 22, 23, 24, 25, 26, 7]])

@@ -12,7 +12,7 @@ from specvis_kernels.compat import _versions
 from specvis_kernels.compat import transformers as compat
 from specvis_kernels.compat._transformers import cache_name
 from specvis_kernels.compat.transformers import GuidedProbsProcessor, jacobi_generate, tree_generate
-from tests.models.test_transformers import (
+from tests.families import (
     GRIDS,
     TEXT,
     chameleon_model,

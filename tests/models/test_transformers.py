@@ -24,58 +24,25 @@ from specvis.models.transformers import (
     lumina_mgpt,
 )
 from specvis_kernels import draw_tokens, tree_links
+from tests.families import (
+    FAMILIES,
+    GRIDS,
+    HAS_GLM_IMAGE,
+    C,
+    S,
+    chameleon_model,
+    emu3_model,
+    glm_image_model,
+    janus_model,
+    needs_glm_image,
+    target_of,
+    transformers,
+)
 
-transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning")  # of a name that transformers gives up
 
-C, S, B = 10, 7, 3
-TEXT = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "initializer_range": 0.25, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-VQ = {"embed_dim": 4, "latent_channels": 4, "base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1}
+B = 3
 PROMPTS = [[1, 20, 21, 7], [1, 22, 23, 24, 25, 26, 7], [1, 27, 7]]
-HAS_GLM_IMAGE = hasattr(transformers, "GlmImageForConditionalGeneration")  # not in transformers 4
-FAMILIES = ("anole", "lumina", "emu3", "janus", *["glm"] * HAS_GLM_IMAGE)
-needs_glm_image = pytest.mark.skipif(not HAS_GLM_IMAGE, reason="needs a transformers with GLM-Image")
-GRIDS = [[1, 2, 4], [1, 2, 3]]  # GLM-Image's picture and preview
-
-
-def chameleon_model(seed):
-    torch.manual_seed(seed)
-    names = {"<image>": 3, **{f"IMGIMG{chr(ord('A') + code)}Z": 13 - code for code in range(C)}}  # not in order
-    return transformers.ChameleonForConditionalGeneration(transformers.ChameleonConfig(
-        **TEXT, vocab_size=8900, vocabulary_map=names, vq_config=VQ | {"num_embeddings": C})).eval()
-
-
-def emu3_model(seed):
-    torch.manual_seed(seed)
-    names = {"<image>": 3, "<|extra_200|>": 5, **{f"<|visual token {code:06d}|>": 8 + code for code in range(C)}}
-    vq = VQ | {"codebook_size": C, "attn_resolutions": [], "hidden_size": 32}
-    return transformers.Emu3ForConditionalGeneration(transformers.Emu3Config(
-        text_config=TEXT | {"vocab_size": 40}, vocabulary_map=names, vq_config=vq)).eval()
-
-
-def janus_model(seed):
-    torch.manual_seed(seed)
-    vision = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 16, "patch_size": 4,
-              "projection_dim": 64, "depth": 1, "num_image_tokens": 16}
-    vq = VQ | {"num_embeddings": C, "projection_dim": 64, "image_token_embed_dim": 64, "initializer_range": 0.7}
-    model = transformers.JanusForConditionalGeneration(transformers.JanusConfig(
-        text_config=TEXT | {"vocab_size": 40, "model_type": "llama"}, vision_config=vision, vq_config=vq)).eval()
-    model.model.generation_head.vision_head.weight.data *= 4
-    config = model.generation_config
-    config.bos_token_id, config.pad_token_id, config.generation_kwargs = 1, 0, {"boi_token_id": 7}
-    return model
-
-
-def glm_image_model(seed):
-    """A picture begins with id 7 and ends with id 11; the head has one id more than the two and the codes need."""
-    torch.manual_seed(seed)
-    rope = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [3, 2, 3]}
-    vision = {"hidden_size": 8, "depth": 1, "num_heads": 1, "image_size": 16, "patch_size": 4, "intermediate_size": 8}
-    return transformers.GlmImageForConditionalGeneration(transformers.GlmImageConfig(
-        text_config=TEXT | {"vocab_size": 40, "vision_vocab_size": 13, "rope_parameters": rope, "eos_token_id": 11},
-        vision_config=vision, vq_config={"embed_dim": 4, "latent_channels": 8, "num_embeddings": C},
-        image_token_id=3, image_start_token_id=7, image_end_token_id=11)).eval()
 
 
 def test_a_model_without_janus_ids_is_refused():
@@ -92,12 +59,7 @@ def targets():
 
     def of(family, seed=0):
         if (family, seed) not in made:
-            made[family, seed] = {
-                "anole": lambda: Chameleon(chameleon_model(seed), S, (3, 4), [1, 7]),
-                "lumina": lambda: Chameleon(chameleon_model(seed), S, (2, 4), [8197, 8805, 8806], 8803),
-                "emu3": lambda: Emu3(emu3_model(seed), S, (3, 4), [1, 30, 31, 32, 7]),
-                "janus": lambda: JanusPro(janus_model(seed), S),
-                "glm": lambda: GLMImage(glm_image_model(seed), S, GRIDS)}[family]()
+            made[family, seed] = target_of(family, seed)
         return made[family, seed]
     return of
 

@@ -9,10 +9,12 @@ from tqdm import tqdm
 from ..models.llamagen import GPTConfig
 from ..models.mar import MARConfig
 from ..models.vq import VQConfig
-from ..pipelines.checkpoint import read_config, read_settings
+from ..pipelines.checkpoint import model_type_of, read_config, read_settings
 from ..pipelines.convert import IMAGE_SIZES
 from ..pipelines.convert import convert as convert_files
-from ..pipelines.sources import open_file
+from ..pipelines.families import DECODER, FAMILIES, TOKENIZERS, part_of
+from ..pipelines.recognized import of_a_family
+from ..pipelines.sources import open_file, open_source
 from ..terminal import printable
 
 
@@ -61,9 +63,32 @@ def example(model: Path) -> str:
     return f'draw with it: specvis generate --model {model}{encoder} --prompt "a photo of an astronaut riding a horse"'
 
 
+def described_of_family(path: Path) -> list[str]:
+    """What a file or folder of one of transformers' families is, in lines."""
+    tensors, model_type = open_source(part_of(path, 0)).tensors, model_type_of(path)
+    option, what = of_a_family(tensors) or ("", "")
+    if not option:
+        raise ValueError("model must be a folder that specvis convert makes, or a model, EAGLE head or VQ-GAN of one of "
+                         f"transformers' families, got {path}")
+    families = [name for name, family in FAMILIES.items() if family.model_type == model_type] or ["NAME"]
+    lines = [what, f"option: --family {' or '.join(families)} {option} {path}"]
+    if option == "--model":
+        tokenizers = [name for name in TOKENIZERS if (part_of(path, 1) / name).exists()]
+        lines.append(f"prompts: read by {', '.join(tokenizers)}" if tokenizers else
+                     f"prompts: lacks a tokenizer, {' or '.join(TOKENIZERS)}")
+        if model_type == "chameleon":
+            has_decoder = any(map(DECODER.match, tensors))
+            lines.append("pixels: " + ("the model's own" if has_decoder else "lacks a decoder of codes, --vq vqgan.ckpt"))
+    dtypes, count = {str(t.dtype)[6:] for t in tensors.values()}, sum(math.prod(t.shape) for t in tensors.values())
+    return [*lines, f"{count / 1e6:.1f} million numbers, {' and '.join(sorted(dtypes))}"]
+
+
 def described(model: Path) -> list[str]:
     """What a folder holds, in lines."""
     lines, settings = [], read_settings(model)
+    has_own = any((model / name).exists() for name in ("config.json", "mar.json"))
+    if model.exists() and (model_type_of(model) or not has_own):
+        return described_of_family(model)
     if (model / "config.json").exists():
         config, codes = read_config(model / "config.json", GPTConfig), read_config(model / "tokenizer.json", VQConfig)
         lines.append(f"discrete tokens: {config.grid} x {config.grid} of {config.vocabulary} codes, "

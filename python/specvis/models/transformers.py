@@ -47,6 +47,7 @@ class ImageModel:
     """
 
     begin: tuple[int, ...] = ()  # the vocabulary ids that begin an image: a prompt ends with them
+    way_out = "give codes_of(tokens) to the one that its authors published"  # for pictures without a decoder
 
     def __init__(self, model: nn.Module, ids: Sequence[int], prefix_len: int, grid: tuple[int, int],
                  null_prompt: Sequence[int], *, newline: int | None = None, decoder: nn.Module | None = None,
@@ -368,8 +369,8 @@ class ImageModel:
             ValueError: the model has no decoder of codes
         """
         if not hasattr(self.vqmodel, "decode"):
-            raise ValueError("model must have a decoder of codes for pictures (else give codes_of(tokens) to the one "
-                             f"that its authors published), {type(self.model).__name__} has none")
+            raise ValueError(f"model must have a decoder of codes for pictures, {type(self.model).__name__} has none: "
+                             f"{self.way_out}")
         images = self.pixels(self.codes_of(tokens)).float().clamp(-1, 1).permute(0, 2, 3, 1)
         return [Image.fromarray(((image + 1) * 127.5).round().byte().cpu().numpy()) for image in images]
 
@@ -379,8 +380,10 @@ class ImageModel:
 
 
 class Chameleon(ImageModel):
-    """ChameleonForConditionalGeneration, whose image ids are not in the codebook's order. transformers has no decoder
-    for its codes."""
+    """ChameleonForConditionalGeneration. transformers has no decoder for its codes: `vqmodel` may be set to what
+    `pipelines.families.load_vqgan` reads."""
+
+    way_out = "set target.vqmodel = load_vqgan('vqgan.ckpt') of specvis.pipelines.families, from Chameleon's release"
 
     def __init__(self, model: nn.Module, prefix_len: int, grid: tuple[int, int], null_prompt: Sequence[int],
                  newline: int | None = None, begin: Sequence[int] = ()):
@@ -479,6 +482,8 @@ class GLMImage(ImageModel):
     """
 
     has_guidance = False
+    way_out = ("GlmImagePipeline of diffusers makes them of prior_token_ids, which are codes_of(tokens), each twice along "
+               "both sides, and of the prompts")
 
     def __init__(self, model: nn.Module, prefix_len: int, image_grid_thw: Tensor | Sequence[Sequence[int]]):
         """See `ImageModel`.

@@ -100,6 +100,9 @@ def check_place(folder: str | Path, file: str, device: torch.device | str) -> Pa
     folder, advice = Path(folder), "`specvis convert` makes such a folder of published files"
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}; the names of a model hub are not taken: {advice}")
+    if model_type := model_type_of(folder):
+        raise CheckpointError(f"folder {folder} is of transformers, a model of type {model_type}: give --family with "
+                              "it (FamilyPipeline.load in Python, see docs/families.md)")
     if not (folder / file).exists():
         raise CheckpointError(f"folder {folder} must have {file}; {advice}")
     return folder
@@ -242,6 +245,16 @@ def load_weights(module: nn.Module, path: str | Path) -> None:
         if buffer.is_meta:  # the file has no such statistic
             owner, _, last = name.rpartition(".")
             setattr(module.get_submodule(owner), last, torch.zeros_like(buffer, device="cpu"))
+
+
+def model_type_of(folder: Path) -> str | None:
+    """What config.json of a folder calls the model, if transformers wrote it."""
+    for file in (folder / "config.json", folder / "vision_language_encoder" / "config.json"):
+        try:
+            return json.loads(file.read_text("utf-8")).get("model_type")
+        except (OSError, ValueError, AttributeError, RecursionError):
+            continue
+    return None
 
 
 def read_config(path: str | Path, dataclass_type):

@@ -1,6 +1,5 @@
 """Families of transformers from their folders: model, prompts, draft model and pixels. See docs/families.md."""
 import inspect
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +19,12 @@ from ..models.interface import inference, num_tokens
 from ..models.kl_vae import KLConfig
 from ..models.transformers import Emu3, GLMImage, ImageModel, JanusPro, anole, lumina_mgpt
 from ..models.transformers_eagle import TransformersEagleHead
-from .checkpoint import CheckpointError, ModelSettings, check_device, check_finite
+from .checkpoint import CheckpointError, ModelSettings, check_device, check_finite, model_type_of
 from .discrete import Pipeline
 from .recognized import GROUPS, Recognized
 from .sources import SourceFile, files_of, open_source
 
+MAX_NEIGHBORS = 1024  # columns of LANTERN's table that are kept; its release reads no more
 PREFIX_LEN = 256  # ids that a prompt has at most, with what a family puts around it
 # What the releases put around Emu3's prompts.
 EMU3_WANTED = ". masterpiece, film grained, best quality."
@@ -100,6 +100,7 @@ class FamilyPipeline(Pipeline):
         self.family, self.settings, self.folder, self.prompts = family, family.settings, folder, prompts
         self.gpt, self.eagle, self.small, self.table, self._neighbors = target, None, None, None, {}
         self.tokenizer, self.own_side, self.note = None, side, ""
+        self.has_codebook = "quantize" not in target.model.missing  # else transformers has filled in random numbers
 
     @staticmethod
     def load(folder: str | Path, family: str, device: torch.device | str = "cpu", *,
@@ -164,8 +165,9 @@ class FamilyPipeline(Pipeline):
             self.note = ("the model's files have no decoder of Chameleon's codes: pictures show codes as colors, and "
                          "--vq FILE (vqgan.ckpt) makes real ones")
             return
-        own = None if "quantize" in target.model.missing else target.codebook
-        target.vqmodel = load_vqgan(source, own).to(target.device)
+        target.vqmodel = load_vqgan(source, target.num_codes, target.codebook if self.has_codebook else None).to(
+            target.device)
+        self.has_codebook = True
         self.set_side(len(target.vqmodel.decoder.up))
 
     def set_side(self, levels: int) -> None:
@@ -213,6 +215,9 @@ class FamilyPipeline(Pipeline):
         return self.own_side
 
     def codebook(self, as_stored: bool) -> Tensor:
+        if not self.has_codebook:
+            raise ValueError(f"vq must be given (--vq vqgan.ckpt) for neighbors of codes: the files of {self.folder} "
+                             "lack the codebook")
         codes = self.gpt.codebook.float()
         return F.normalize(codes, dim=-1) if self.family.scaled and not as_stored else codes
 
@@ -226,7 +231,8 @@ class FamilyPipeline(Pipeline):
     def pictures(self, tokens: Tensor) -> list[Image.Image]:
         """Tokens (B, L) int64 -> B pictures; without a decoder the codes as colors, as `note` says."""
         return [colors.resize((self.side, self.side), Image.Resampling.NEAREST) for colors in code_colors(
-            self.gpt.codes_of(tokens), self.codebook(True))] if self.note else self.gpt.pictures(tokens)
+            self.gpt.codes_of(tokens), self.codebook(True) if self.has_codebook else torch.arange(
+                self.gpt.num_codes, device=self.device).float()[:, None])] if self.note else self.gpt.pictures(tokens)
 
 
 def family_of(name: str) -> Family:
@@ -262,15 +268,10 @@ def read_model(folder: Path, family: Family, name: str, dtype: torch.dtype) -> n
     Raises:
         CheckpointError: a file is missing, or is of another family, or a tensor is missing
     """
+    if (model_type := model_type_of(folder)) != family.model_type:
+        raise CheckpointError(f"model must be a folder with a config.json of model_type {family.model_type}, as {name} "
+                              f"has it, got {model_type or 'none that can be read'} in {folder}")
     folder = part_of(folder, 0)
-    try:
-        model_type = json.loads((folder / "config.json").read_text("utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"model must be a folder with config.json as transformers writes it, got {folder}: "
-                              f"{first_line(error)}") from error
-    if model_type != family.model_type:
-        raise CheckpointError(f"model must be of the family {name}, whose config.json has model_type "
-                              f"{family.model_type}, got {model_type} in {folder}")
     files_of(folder)
     try:
         import transformers
@@ -285,7 +286,7 @@ def read_model(folder: Path, family: Family, name: str, dtype: torch.dtype) -> n
     except Exception as error:  # transformers and safetensors raise many kinds
         raise CheckpointError(f"model {folder} cannot be read by transformers: {first_line(error)}") from error
     missing = sorted(report["missing_keys"])
-    if wrong := [key for key in missing if ".vqmodel." not in key]:
+    if wrong := [key for key in missing if family.model_type != "chameleon" or ".vqmodel." not in key]:
         raise CheckpointError(f"model {folder} lacks {wrong[0]} and {len(wrong) - 1} more tensors of {family.model}")
     model.requires_grad_(False).eval()
     model.missing = {key.split(".vqmodel.")[1].split(".")[0] for key in missing}
@@ -359,21 +360,27 @@ def load_eagle(source: SourceFile | str | Path, target: ImageModel) -> Transform
     source = source if isinstance(source, SourceFile) else open_source(Path(source))
     tensors, own = source.tensors, target.embed.weight
     if (embedding := tensors.pop("embed_tokens.weight", None)) is not None:
-        if embedding.shape != own.shape or not is_near(embedding.make(), own):
+        if embedding.shape != own.shape or not own.is_meta and not is_near(embedding.make(), own):  # meta: offloaded
             raise CheckpointError(f"{source.path} must have the target's embedding, {tuple(own.shape)}, got another "
                                   f"one, {embedding.shape}: it is a head for another model")
     heads = {"q_norm": target.config.num_attention_heads,
              "k_norm": getattr(target.config, "num_key_value_heads", None) or target.config.num_attention_heads}
     for name, tensor in tensors.items():
-        num_heads = heads.get(name.split(".")[-2])
+        num_heads = heads.get(name.rpartition(".")[0].rpartition(".")[2])
         if num_heads and len(tensor.shape) == 2 and tensor.shape[0] and num_heads % tensor.shape[0] == 0:
             rows = num_heads // tensor.shape[0]
             tensors[name] = type(tensor)((num_heads, tensor.shape[1]), tensor.dtype, lambda tensor=tensor, rows=rows:
                                          tensor.make().repeat_interleave(rows, 0))
+    for name in ("rms_norm_eps", "rope_theta"):
+        mine = getattr(target.config, name, None) or (getattr(target.config, "rope_parameters", None) or {}).get(name)
+        if mine is not None and source.config.get(name, mine) != mine:
+            raise CheckpointError(f"{source.path}: config.json must have the target's {name}, {mine}, got "
+                                  f"{source.config[name]}")
     bias = "fc.bias" in tensors
     kind = f"EAGLE head for {type(target).__name__}, width {target.config.hidden_size}"
     Recognized("eagle", source, kind).check(lambda: TransformersEagleHead(target, bias, "meta"))
-    head, weights = TransformersEagleHead(target, bias), {name: t.make() for name, t in source.tensors.items()}
+    head = TransformersEagleHead(target, bias)
+    weights = {name: t.make().to(head.fc.weight.dtype) for name, t in source.tensors.items()}
     for name, value in weights.items():
         check_finite(source.path, name, value)
     head.load_state_dict(weights)
@@ -390,12 +397,13 @@ def is_near(other: Tensor, own: Tensor) -> bool:
     return True
 
 
-def load_vqgan(source: SourceFile | str | Path, codebook: Tensor | None = None) -> ChameleonVQ:
+def load_vqgan(source: SourceFile | str | Path, num_codes: int = 8192, codebook: Tensor | None = None) -> ChameleonVQ:
     """The decoder of Chameleon's codes: official vqgan.ckpt, a conversion's shards, or a bare state dictionary.
 
     Args:
-        source:   a file, or a folder as transformers has it
-        codebook: (C, channels) the target's; None: it has none of its own
+        source:    a file, or a folder as transformers has it
+        num_codes: C, of the target
+        codebook:  (C, channels) the target's; None: it has none of its own
 
     Raises:
         CheckpointError: a tensor is missing, unknown, of another shape or not finite; or the codebook is another one
@@ -409,12 +417,19 @@ def load_vqgan(source: SourceFile | str | Path, codebook: Tensor | None = None) 
     names = {name.removeprefix(prefix): tensor for name, tensor in source.tensors.items() if name.startswith(prefix)}
     source = SourceFile(source.path, {name: tensor for name, tensor in names.items() if name.startswith(
         ("decoder.", "post_quant_conv.", "quantize.embedding."))})
-    channels = source.width("decoder.norm_out.weight")
-    config = KLConfig(
-        channels, tuple(source.width(f"decoder.up.{i}.block.0.conv1.weight") // channels
-                        for i in range(source.count(r"decoder\.up"))),
-        max(1, source.count(r"decoder\.up\.0\.block") - 1), source.width("decoder.conv_in.weight", 1), GROUPS)
-    sizes = source.shape("quantize.embedding.weight")
+    channels, sizes = source.width("decoder.norm_out.weight"), [source.width("quantize.embedding.weight", i) for i in
+                                                                (0, 1)]
+    if sizes[0] != num_codes:
+        raise CheckpointError(f"{source.path} must have the model's {num_codes} codes, got {sizes[0]}")
+    try:
+        config = KLConfig(
+            channels, tuple(source.width(f"decoder.up.{i}.block.0.conv1.weight") // channels
+                            for i in range(source.count(r"decoder\.up"))),
+            max(1, source.count(r"decoder\.up\.0\.block") - 1), source.width("decoder.conv_in.weight", 1), GROUPS)
+        with torch.device("meta"):
+            ChameleonVQ(config, *sizes)
+    except (ValueError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{source.path} is no VQ-GAN of Chameleon: {error}") from error
     Recognized("vq", source, "Chameleon's VQ-GAN").check(lambda: ChameleonVQ(config, *sizes))
     vq = ChameleonVQ(config, *sizes)
     weights = {name: tensor.make().float() for name, tensor in source.tensors.items()}
@@ -422,7 +437,7 @@ def load_vqgan(source: SourceFile | str | Path, codebook: Tensor | None = None) 
         check_finite(source.path, name, value)
     vq.load_state_dict(weights)
     codes = weights["quantize.embedding.weight"]
-    if codebook is not None and (codebook.shape != codes.shape or not is_near(codes.to(codebook.dtype), codebook)):
+    if codebook is not None and (codebook.shape != codes.shape or not is_near(codes.to(codebook), codebook)):
         raise CheckpointError(f"{source.path} must have the model's codebook, {tuple(codebook.shape)}, got another "
                               f"one, {tuple(codes.shape)}: it is another model's VQ-GAN")
     return vq
@@ -434,8 +449,9 @@ def read_table(path: Path, num_codes: int) -> Tensor:
     if len(tensors) != 1 or len(tensors[0].shape) != 2 or tensors[0].shape[0] != num_codes:
         raise CheckpointError(f"neighbors {path} must be a table of {num_codes} codes, got "
                               f"{', '.join(str(tensor.shape) for tensor in tensors)}")
-    table = tensors[0].make()
-    if table.dtype.is_floating_point or int(table.max()) >= num_codes or int(table.min()) < 0:
+    table = tensors[0].make()[:, :MAX_NEIGHBORS]
+    if table.dtype.is_floating_point or not all(0 <= int(part.int().min()) and int(part.int().max()) < num_codes
+                                                for part in table.split(256)):
         raise CheckpointError(f"neighbors {path} must be codes within [0, {num_codes})")
     return table.to(torch.uint16 if num_codes <= 65536 else torch.int32)
 
@@ -445,5 +461,5 @@ def code_colors(codes: Tensor, codebook: Tensor) -> list[Image.Image]:
     centered = codebook - codebook.mean(0)
     axes = torch.linalg.eigh(centered.T @ centered).eigenvectors[:, -3:]
     rank = (centered @ axes).argsort(0).argsort(0)
-    colors = (rank * 255 // max(1, len(codebook) - 1)).byte()[codes].cpu().numpy()
+    colors = (rank * 255 // max(1, len(codebook) - 1)).byte()[codes].expand(*codes.shape, 3).cpu().numpy()
     return [Image.fromarray(np.ascontiguousarray(picture)) for picture in colors]

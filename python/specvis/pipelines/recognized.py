@@ -89,6 +89,10 @@ def recognized(source: SourceFile, heads: int | None, say: Callable[[str], None]
     tensors = source.tensors
     if len(tensors) == 1 and (table := next(iter(tensors.values()))) and not table.dtype.is_floating_point:
         return recognized_table(source, table)
+    if of_family := of_a_family(tensors):
+        option, what = of_family
+        raise CheckpointError(f"{source.path} is {what}, which needs no folder of this kind: give it to specvis "
+                              f"generate as {option}, with --family (docs/families.md)")
     if not (found := kinds_of(tensors)):
         names = ", ".join(list(tensors)[:SHOWN]) or "no tensors"
         raise CheckpointError(f"{source.path} is of no known model: it holds {names}; known are LlamaGen's GPT and "
@@ -111,6 +115,18 @@ def recognized(source: SourceFile, heads: int | None, say: Callable[[str], None]
     if kind == "mar":
         return recognized_mar(source, heads)
     return recognized_vq(source) if kind == "vq" else recognized_kl(source)
+
+
+def of_a_family(names: Iterable[str]) -> tuple[str, str] | None:
+    """What is of one of transformers' families: the option that takes it, and what it is."""
+    joined = "\n".join(names)
+    if re.search(r"^model\.(language_model\.|text_model\.)?layers\.", joined, re.M) and ".vqmodel." in joined:
+        return "--model", "a model of transformers that draws images"
+    if re.search(r"^fc\.weight$", joined, re.M) and re.search(r"^layers\.0\.input_layernorm\.", joined, re.M):
+        return "--draft", "an EAGLE head for a model of transformers, such as Anole"
+    if "quantize.embedding.weight" in joined and re.search(r"^decoder\.up\.\d+\.block\.", joined, re.M):
+        return "--vq", "Chameleon's VQ-GAN"
+    return None
 
 
 def size_of(source: SourceFile, sizes: dict, layers: int, dim: int, heads: int | None) -> tuple[str, int]:
