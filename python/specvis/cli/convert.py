@@ -68,8 +68,8 @@ def described_of_family(path: Path) -> list[str]:
     tensors, model_type = open_source(part_of(path, 0)).tensors, model_type_of(path)
     option, what = of_a_family(tensors) or ("", "")
     if not option:
-        raise ValueError("model must be a folder that specvis convert makes, or a model, EAGLE head or VQ-GAN of one of "
-                         f"transformers' families, got {path}")
+        raise ValueError("model must be a folder that specvis convert makes, or a model, EAGLE head or VQ-GAN of one "
+                         f"of transformers' families, got {path}")
     families = [name for name, family in FAMILIES.items() if family.model_type == model_type] or ["NAME"]
     lines = [what, f"option: --family {' or '.join(families)} {option} {path}"]
     if option == "--model":
@@ -77,8 +77,8 @@ def described_of_family(path: Path) -> list[str]:
         lines.append(f"prompts: read by {', '.join(tokenizers)}" if tokenizers else
                      f"prompts: lacks a tokenizer, {' or '.join(TOKENIZERS)}")
         if model_type == "chameleon":
-            has_decoder = any(map(DECODER.match, tensors))
-            lines.append("pixels: " + ("the model's own" if has_decoder else "lacks a decoder of codes, --vq vqgan.ckpt"))
+            lines.append("pixels: by the model's own decoder" if any(map(DECODER.match, tensors)) else
+                         "pixels: lacks a decoder of codes, --vq vqgan.ckpt")
     dtypes, count = {str(t.dtype)[6:] for t in tensors.values()}, sum(math.prod(t.shape) for t in tensors.values())
     return [*lines, f"{count / 1e6:.1f} million numbers, {' and '.join(sorted(dtypes))}"]
 

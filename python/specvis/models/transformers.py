@@ -482,8 +482,8 @@ class GLMImage(ImageModel):
     """
 
     has_guidance = False
-    way_out = ("GlmImagePipeline of diffusers makes them of prior_token_ids, which are codes_of(tokens), each twice along "
-               "both sides, and of the prompts")
+    way_out = ("GlmImagePipeline of diffusers makes them of the prompts and prior_token_ids, which are "
+               "codes_of(tokens), each twice along both sides")
 
     def __init__(self, model: nn.Module, prefix_len: int, image_grid_thw: Tensor | Sequence[Sequence[int]]):
         """See `ImageModel`.
