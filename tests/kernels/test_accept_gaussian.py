@@ -231,20 +231,3 @@ def test_an_undefined_temperature_accepts_nothing(backend, temperature):
     assert result.status.item() == INVALID_RULE and not any(output.any() for output in result[:4])
     status = accept(backend, [NAN], ONE, OTHER, temperature=temperature).status
     assert status.item() == INVALID_RULE | INVALID_ROW
-
-
-@pytest.mark.parametrize("changes, message", [
-    (dict(tokens=torch.zeros(2, 0, 4)), r"tokens must have G >= 1, got shape \(2, 0, 4\)"),
-    (dict(tokens=torch.zeros(2, 3, 0)), r"tokens must have C >= 1, got shape \(2, 3, 0\)"),
-    (dict(draft_log_sigmas=None), r"draft_log_sigmas must be float32 \(B=2, G=3, C=4\), got NoneType"),
-    (dict(variant="exact"), "variant must be one of paper, released, path, got 'exact'"),
-    (dict(variant="path"), "target_means must be None with variant 'path', .* got Tensor"),
-    (dict(truncate=1), "truncate must be True or False, got 1"),
-])
-def test_says_which_argument_is_wrong(changes, message):
-    names = ("target_means", "target_log_sigmas", "draft_means", "draft_log_sigmas")
-    base = dict(tokens=torch.zeros(2, 3, 4), log_ratio=torch.zeros(2, 3), uniforms=torch.zeros(2, 3),
-                **{name: torch.zeros(2, 3, 4) for name in names})
-    with pytest.raises(ValueError, match=message):
-        accept_gaussian(**{name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t
-                           for name, t in (base | changes).items()})

@@ -324,23 +324,3 @@ def test_tv_excess_of_fly_is_its_distance_from_the_target(backend, V, n, window,
     far = distance(P, n, results)
     assert far == num_kept if n == window + 1 else 0 < far < num_kept
     assert mean_accepted(results) > mean_accepted(outcomes(P, Q, n, strict, by_fractions(strict, first=True)))
-
-
-@pytest.mark.parametrize("options, message", [
-    ({"rule": "best"}, "rule must be one of strict, block, fly, got 'best'"),
-    ({"rule": "block", "omega": 1.0}, r"omega must be None for rule 'block', got a tensor"),
-    ({"rule": "fly", "residual": "relaxed"}, "residual must be 'optimal' for rule 'fly', got 'relaxed'"),
-    ({"rule": "block", "empty": "uniform"}, "empty must be 'target' for rule 'block', got 'uniform'"),
-    ({"rule": "fly", "entropy": 0.5}, "window must be an integer >= 1, got None"),
-    ({"rule": "fly", "window": 0, "entropy": 0.5}, "window must be an integer >= 1, got 0"),
-    ({"rule": "fly", "window": 1}, "entropy must be a number >= 0 for rule 'fly', got None"),
-    ({"rule": "fly", "window": 1, "entropy": math.nan}, "entropy must be a number >= 0 for rule 'fly', got nan"),
-    ({"window": 1}, "window and entropy must be None for rule 'strict', got 1 and None"),
-    ({"rule": "block", "entropy": 0.5}, "window and entropy must be None for rule 'block', got None and 0.5"),
-    ({"rule": "block", "neighbors": torch.zeros(8, 1, dtype=torch.int32), "delta": 1.0},
-     "neighbors must be None for rule 'block', got a tensor"),
-])
-def test_says_which_argument_is_wrong(options, message):
-    with pytest.raises(ValueError, match=message):
-        verify_chain(torch.zeros(5, 8), torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64),
-                     torch.zeros(5), **options)

@@ -71,17 +71,3 @@ def test_ids_fit(V, dtype):
 def test_a_parameter_is_a_codebook():
     table = codebook_neighbors(torch.nn.Parameter(torch.randn(5, 2, device=DEVICE)), 2)
     assert not table.requires_grad
-
-
-@pytest.mark.parametrize("arguments, message", [
-    ({"codebook": torch.zeros(4, 2, dtype=torch.int64)}, "codebook must be float64 or .*, got int64"),
-    ({"k": 4}, "k must be at most 3, got 4"),
-    ({"metric": "hamming"}, "metric must be one of l2, cosine, random, got 'hamming'"),
-    ({"codebook": torch.zeros(2, 4), "size": 4, "k": 1},
-     r"codebook must have one code a row, size=4 rows, got shape \(2, 4\): it is transposed"),
-    ({"size": 5}, r"codebook must have one code a row, size=5 rows, got shape \(4, \d\)$"),
-    ({"backend": "cpu"}, "must be one of oracle for cpu tensors"),
-])
-def test_says_which_argument_is_wrong(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        codebook_neighbors(**{"codebook": torch.zeros(4, 2), "k": 2} | arguments)

@@ -124,15 +124,3 @@ def test_equals_scatters(backend):
             assert a[:, :L].equal(theirs[name][:, :L]) if a.ndim == 2 else a.equal(theirs[name]), f"{name}, {steps}"
         steps += 1
     assert steps > 3 and ours["failed"].tolist() == [False] * 5 + [True]
-
-
-@pytest.mark.parametrize("name, value, message", [
-    ("tokens", torch.zeros(2, 4).long(), r"tokens must have at least the L=5 columns of num_accepted_at, and L >= 1"),
-    ("tokens", torch.zeros(7, 2).long().T, "tokens must be contiguous, since it is written to"),
-    ("num_drafted_at", torch.zeros(5, 2).long().T, "num_drafted_at must be contiguous"),
-    ("node_tokens", torch.zeros(2, 0).long(), r"node_tokens must have N >= 1, got shape \(2, 0\)"),
-])
-def test_says_which_argument_is_wrong(name, value, message):
-    given = {key: None if t is None else t.cpu().repeat_interleave(2, 0) for key, t in arguments().items()}
-    with pytest.raises(ValueError, match=message):
-        commit_tokens(**given | {name: value})

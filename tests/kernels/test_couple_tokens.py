@@ -290,28 +290,3 @@ def test_is_what_verify_tree_does_with_one_sampled_child(backend, options):
     # An accepted child has a row of its own after it, here an equal row: nothing else is reported there.
     assert torch.equal(status, tree.status) and {INVALID_ROW, INVALID_TREE} <= set(status.tolist())
     assert 0 < is_kept.sum() < len(is_kept)
-
-
-def base(**changes):
-    arguments = dict(target_probs=torch.full((2, 3, 4), 0.25), draft_probs=torch.full((2, 3, 4), 0.25),
-                     tokens=torch.zeros(2, 3, dtype=torch.int64), uniforms=torch.zeros(2, 3, 2)) | changes
-    return {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in arguments.items()}
-
-
-TABLE = dict(neighbors=torch.tensor([[1], [0], [3], [2]], dtype=torch.int32), delta=torch.ones(2))
-
-
-@pytest.mark.parametrize("changes, message", [
-    (dict(target_probs=torch.zeros(2, 0, 4)), r"target_probs must have W >= 1, got shape \(2, 0, 4\)"),
-    (dict(delta=torch.ones(2)), "neighbors and delta must be given together"),
-    (dict(TABLE, delta=torch.ones(3)), r"delta must be float32 \(B=2\), got float32 \(3,\)"),
-    (dict(TABLE, cutoff="l2"), "cutoff must be one of tvd, ratio, jsd, got 'l2'"),
-    (dict(TABLE, residual="released"), "neighbors must have at least two columns under 'released', got one"),
-    (dict(residual="none"), "residual must be one of optimal, relaxed, released, got 'none'"),
-    (dict(TABLE, groups=torch.zeros(2, 3, 1).long()), "neighbors must be None with groups"),
-    (dict(groups=torch.zeros(2, 3, 1).long(), residual="relaxed"),
-     "residual must be 'optimal' with groups, got 'relaxed'"),
-])
-def test_says_which_argument_is_wrong(changes, message):
-    with pytest.raises(ValueError, match=message):
-        couple_tokens(**base(**changes))

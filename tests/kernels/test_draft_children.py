@@ -157,26 +157,3 @@ def test_agrees_with_the_oracle_on_long_rows(backend, V, top_k, top_p, noise):
     given = settings((1.2, 2.0), (1.0, 0.9), (top_k, top_k), (top_p, top_p))
     got, expected = (draft_children(logits, uncond, **drawn_by, **given, backend=name) for name in (backend, "oracle"))
     assert all(a.equal(b) for a, b in zip(got, expected)) and (expected.tokens > 0).sum() >= 80
-
-
-def arguments():
-    return {"logits": torch.zeros(2, 3, 5), "uncond": None, "uniforms": torch.zeros(2, 3, 4), "guidance": torch.ones(2),
-            "temperature": torch.ones(2), "top_k": torch.zeros(2, dtype=torch.int32), "top_p": torch.ones(2)}
-
-
-SEEDED = dict(uniforms=None, seeds=torch.zeros(2).long(), positions=torch.zeros(2, 3).long(), num_children=5)
-
-
-@pytest.mark.parametrize("changes, message", [
-    (dict(logits=torch.zeros(2, 0, 5)), r"logits must have F >= 1, got shape \(2, 0, 5\)"),
-    (dict(logits=torch.zeros(2, 3, 0)), r"logits must have V >= 1"),
-    (dict(uniforms=None), "exactly one of uniforms and seeds must be given, got neither"),
-    (dict(seeds=torch.zeros(2).long()), "exactly one of uniforms and seeds must be given, got both"),
-    (dict(num_children=5), "num_children must be None with uniforms, got int"),
-    (SEEDED | dict(positions=None), r"positions must be int64 or int32 \(B=2, F=3\), got NoneType, not a tensor"),
-    (dict(top_p="1"), r"top_p must be float32 \(B=2\) or a number, got '1'"),
-    (dict(filters="k"), "filters must be one of k_then_p, p_then_k, got 'k'"),
-])
-def test_says_which_argument_is_wrong(changes, message):
-    with pytest.raises(ValueError, match=message):
-        draft_children(**arguments() | changes)

@@ -107,6 +107,8 @@ def test_the_last_bit_of_a_word_and_the_first_of_the_next(backend):
     out = draft_frontier(torch.zeros(1, 1, 4, device=DEVICE), None, **given, num_children=2, level=1, first_node=63,
                          first_candidate=0, backend=backend)
     assert out.ancestors.tolist() == [[[2 - 2**63, 2], [2, 3]]]
+    full = frontier([[1/2, 1/2]], first_node=62, backend=backend)  # a word has no room for more
+    assert full["ancestors"] == [1 | 1 << 62, 1 - 2**63]
 
 
 @pytest.mark.parametrize("V, K, max_depth, dtype", [(40, 3, 4, torch.float32), (300, 10, 7, torch.float32),
@@ -173,28 +175,3 @@ def test_probabilities_that_round_alike_are_ties(backend):
                          backend=backend)
     order = sorted(range(64), key=lambda v: (-probs[v].item(), v))[:60]
     assert out.child_tokens[0].tolist() == order and order != sorted(range(64), key=lambda v: -x[0, 0, v].item())[:60]
-
-
-def arguments():
-    return {"logits": torch.zeros(2, 3, 5), "uncond": None, "scores": torch.zeros(2, 3),
-            "ancestors": torch.ones(2, 3, 1, dtype=torch.int64), "candidates": torch.zeros(2, 3, dtype=torch.int32),
-            "width": torch.ones(2, dtype=torch.int32), "depth": torch.ones(2, dtype=torch.int64),
-            "guidance": torch.ones(2), "temperature": torch.ones(2), "top_k": torch.zeros(2, dtype=torch.int32),
-            "top_p": torch.ones(2), "num_children": 4, "level": 1, "first_node": 1, "first_candidate": 0}
-
-
-@pytest.mark.parametrize("name, value, message", [
-    ("logits", torch.zeros(2, 0, 5), r"logits must have F >= 1, got shape \(2, 0, 5\)"),
-    ("logits", torch.zeros(2, 3, 0), r"logits must have V >= 1"),
-    ("first_node", 61, r"must have words for first_node \+ num_children = 65 nodes, 64 each, got W=1"),
-    ("top_k", 0.5, r"top_k must be int64 or int32 \(B=2\) or an integer, got 0.5"),
-    ("id_range", (3, 3), r"id_range must be int64 or int32 \(B=2, F=3, bounds=2\), or two integers"),
-    ("filters", "k", "filters must be one of k_then_p, p_then_k, got 'k'"),
-])
-def test_says_which_argument_is_wrong(name, value, message):
-    with pytest.raises(ValueError, match=message):
-        draft_frontier(**arguments() | {name: value})
-
-
-def test_the_words_may_be_full():
-    draft_frontier(**arguments() | {"first_node": 60})

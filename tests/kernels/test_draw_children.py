@@ -275,24 +275,3 @@ def test_with_noise_all_of_a_row(backend, V, K, monkeypatch):
     assert num_children.eq(V).all() and tokens[..., V:].eq(0).all()
     assert tokens[..., :V].sort().values.eq(torch.arange(V, device=DEVICE)).all()
     assert tokens.equal(noisy_draws("oracle", rows, [9], [[0, 1]], K).tokens)
-
-
-SEEDED = dict(uniforms=None, seeds=torch.zeros(2).long(), positions=torch.zeros(2, 3).long(), num_children=5)
-
-
-@pytest.mark.parametrize("changes, message", [
-    (dict(draft_probs=torch.zeros(2, 3, 0)), r"draft_probs must have V >= 1, got shape \(2, 3, 0\)"),
-    (dict(draft_probs=torch.zeros(2, 0, 4)), r"draft_probs must have F >= 1, got shape \(2, 0, 4\)"),
-    (dict(uniforms=torch.zeros(2, 3, 0)), r"uniforms must have K >= 1, got shape \(2, 3, 0\)"),
-    (dict(uniforms=None), "exactly one of uniforms and seeds must be given, got neither"),
-    (dict(seeds=torch.zeros(2).long()), "exactly one of uniforms and seeds must be given, got both"),
-    (dict(positions=torch.zeros(2, 3).long()), "positions must be None with uniforms, got Tensor"),
-    (dict(num_children=5), "num_children must be None with uniforms, got int"),
-    (SEEDED | dict(positions=None), r"positions must be int64 or int32 \(B=2, F=3\), got NoneType, not a tensor"),
-    (SEEDED | dict(num_children=None), "num_children must be an integer >= 1, got None"),
-])
-def test_says_which_argument_is_wrong(changes, message):
-    base = dict(draft_probs=torch.full((2, 3, 4), 0.25), uniforms=torch.zeros(2, 3, 5))
-    with pytest.raises(ValueError, match=message):
-        draw_children(**{name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t
-                         for name, t in (base | changes).items()})

@@ -6,7 +6,6 @@ import torch
 
 from specvis_kernels import INVALID_ROW, backends, draw_tokens, guided_probs, gumbel_noise
 from specvis_kernels._numbers import exp, log, log1p_of_negative
-from specvis_kernels.noise import philox_words
 from tests.cases import DEVICE
 
 INF, NAN = math.inf, math.nan
@@ -38,27 +37,6 @@ def probs_of(logits, temperature=1.0, top_k=0, top_p=1.0, uncond=None, guidance=
 
 def noise(positions, n, seed=7):
     return gumbel_noise(torch.tensor([seed], device=DEVICE), torch.as_tensor([positions], device=DEVICE), n)[0]
-
-
-def test_philox_gives_the_published_words():
-    """Counter 0 under key 0 gives the known answer of Random123, the library of its authors."""
-    words = philox_words(torch.tensor([0]), torch.tensor([[0]]), 4, stream=0)
-    assert words.flatten().tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-
-
-def test_words_of_wrong_arguments_are_refused():
-    seeds, positions = torch.tensor([1]), torch.tensor([[-1, 2]])
-    assert torch.equal(philox_words(seeds, positions, 3, 9), philox_words(seeds, positions & (2**32 - 1), 3, 9))
-    for arguments, message in (((seeds.float(), positions, 3, 9), r"seeds must be int64 or int32 \(B=1\), got float32"),
-                               ((seeds, positions.float(), 3, 9), r"positions must be int64 or int32 \(B=1, L=2\)"),
-                               ((seeds, positions[0], 3, 9), r"positions must have 2 dimensions \(B, L\)"),
-                               ((seeds, positions, -1, 9), "n must be an integer >= 0, got -1"),
-                               ((seeds, positions, 3, -1), "stream must be an integer >= 0, got -1"),
-                               ((seeds, positions, 3, 9, 0.5), "turn must be an integer >= 0, got 0.5")):
-        with pytest.raises(ValueError, match=message):
-            philox_words(*arguments)
-    with pytest.raises(ValueError, match="seeds must be int64"):
-        gumbel_noise(seeds.float(), positions, 3)
 
 
 def test_of_a_position_the_low_half_counts(backend):
@@ -327,23 +305,3 @@ def test_draws_are_independent():
     for other in (after, below, first.roll(1), after.roll(1)):
         assert abs(z_of(first, other)) < 4
     assert z_of(first, first) > 1000
-
-
-@pytest.mark.parametrize("name, value, message", [
-    ("logits", torch.zeros(2, 0, 5), r"logits must have N >= 1, got shape \(2, 0, 5\)"),
-    ("logits", torch.zeros(2, 3, 0), r"logits must have V >= 1, got shape \(2, 3, 0\)"),
-    ("logits", torch.zeros(1).expand(2, 3, 2**19 + 1), r"logits must have V <= 524288, got shape"),
-    ("temperature", None, r"temperature must be float32 \(B=2\) or a number, got None"),
-    ("top_k", 0.5, r"top_k must be int64 or int32 \(B=2\) or an integer, got 0.5"),
-    ("id_range", (2, 1), r"or two integers with 0 <= first < last <= V=5, got \(2, 1\)"),
-    ("filters", "k", "filters must be one of k_then_p, p_then_k, got 'k'"),
-])
-def test_says_which_argument_is_wrong(name, value, message):
-    arguments = {"logits": torch.zeros(2, 3, 5), "uncond": torch.zeros(2, 3, 5),
-                 "guidance": torch.zeros(2), "temperature": torch.zeros(2),
-                 "top_k": torch.zeros(2, dtype=torch.int32), "top_p": torch.zeros(2),
-                 "seeds": torch.zeros(2, dtype=torch.int64), "positions": torch.zeros(2, 3, dtype=torch.int64)}
-    if name == "logits":
-        arguments["uncond"] = None
-    with pytest.raises(ValueError, match=message):
-        draw_tokens(**arguments | {name: value})

@@ -185,12 +185,6 @@ def test_equals_the_oracle(backend, F, V, K):
     assert all(a.equal(b) for a, b in zip(got, expected)) and (expected.status != 0).sum() == 1
 
 
-@pytest.mark.parametrize("F, V", [(0, 5), (3, 0)])
-def test_refuses_an_empty_level(F, V):
-    with pytest.raises(ValueError, match=rf"must have [FV] >= 1, got shape \(2, {F}, {V}\)"):
-        expand_tree(torch.zeros(2, F, V), torch.zeros(2, F), torch.ones(2, dtype=torch.int32), num_children=4)
-
-
 def test_valid_rows_after_invalid_ones(backend):
     """A block of the CUDA kernel takes rows 0 and 8, and so on; some of its warps may be at the second already."""
     probs = torch.full((1, 16, 512), 1 / 512, device=DEVICE)

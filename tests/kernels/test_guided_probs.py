@@ -347,24 +347,3 @@ def test_every_logit_is_divided_exactly(temperature, scale):
     logits = torch.cat([near.view(torch.float32), -near.view(torch.float32), torch.zeros(2)]).view(1, 1, -1)
     for k in range(1, 66, 4):
         emulated_is_oracle(logits, None, 1.0, temperature, k, 1.0)
-
-
-@pytest.mark.parametrize("name, value, message", [
-    ("temperature", "1", r"temperature must be float32 \(B=2\) or a number, got '1'"),
-    ("guidance", True, r"guidance must be float32 \(B=2\) or a number, got True"),
-    ("top_k", 1.0, r"top_k must be int64 or int32 \(B=2\) or an integer, got 1.0"),
-    ("top_k", 2**31, "top_k must fit into int32, got 2147483648"),
-    ("id_range", (0, 6), r"id_range must be int64 or int32 \(B=2, N=3, bounds=2\), or two integers with "
-                         r"0 <= first < last <= V=5, got \(0, 6\)"),
-    ("id_range", (5, 5), r"got \(5, 5\)"),
-    ("id_range", (-1, 5), r"got \(-1, 5\)"),
-    ("id_range", (0, 2.0), r"got \(0, 2.0\)"),
-    ("id_range", (0, 1, 2), r"got \(0, 1, 2\)"),
-    ("filters", "p", "filters must be one of k_then_p, p_then_k, got 'p'"),
-])
-def test_says_which_argument_is_wrong(name, value, message):
-    arguments = {"logits": torch.zeros(2, 3, 5), "uncond": torch.zeros(2, 3, 5),
-                 "guidance": torch.zeros(2), "temperature": torch.zeros(2),
-                 "top_k": torch.zeros(2, dtype=torch.int32), "top_p": torch.zeros(2)}
-    with pytest.raises(ValueError, match=message):
-        guided_probs(**arguments | {name: value})

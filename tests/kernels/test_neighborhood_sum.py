@@ -193,21 +193,3 @@ def test_jsd_is_the_divergence_it_is_named_after():
     table = [[1, 2], [0, 2], [0, 1]]
     assert one("oracle", row, 0, table, distance - 1e-6, cutoff="jsd")[1] == 1
     assert one("oracle", row, 0, table, distance + 1e-6, cutoff="jsd")[1] == 2
-
-
-def arguments(**changes):
-    base = dict(probs=torch.full((2, 4), 0.25), tokens=torch.zeros(2, dtype=torch.int64),
-                neighbors=torch.ones(4, 3, dtype=torch.int32), delta=torch.zeros(2))
-    return {name: tensor.to(DEVICE) if isinstance(tensor, torch.Tensor) else tensor
-            for name, tensor in (base | changes).items()}
-
-
-@pytest.mark.parametrize("changes, message", [
-    (dict(neighbors=torch.ones(4, 0).int()), r"neighbors must have at least one row and one column"),
-    (dict(cutoff="l2"), "cutoff must be one of tvd, ratio, jsd, got 'l2'"),
-    (dict(offset=1), r"offset must be in \[0, V - C\] = \[0, 0\], got 1 with V=4, C=4"),
-    (dict(offset=-1), r"offset must be in \[0, V - C\] = \[0, 0\], got -1"),
-])
-def test_says_which_argument_is_wrong(changes, message):
-    with pytest.raises(ValueError, match=message):
-        neighborhood_sum(**arguments(**changes))

@@ -46,18 +46,3 @@ def test_they_compile():
     seeds, positions = torch.tensor([5, 6], device=DEVICE), torch.tensor([[1], [4]], device=DEVICE)
     compiled = torch.compile(lambda *args: philox_uniforms(*args, 60, stream=3), backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(seeds, positions), philox_uniforms(seeds, positions, 60, stream=3))
-
-
-@pytest.mark.parametrize("arguments, message", [
-    ({"seeds": torch.zeros(2)}, r"seeds must be int64 or int32 \(B=2\), got float32 \(2,\)"),
-    ({"seeds": 0.5}, r"seeds must be int64 or int32 \(B=1\), or integers of 64 bits, one for each .*, got 0.5"),
-    ({"positions": -1}, "positions must be .*, or an integer >= 0, got -1"),
-    ({"positions": torch.zeros(2, 1)}, r"positions must be int64 or int32 \(B=2, L=1\), got float32 \(2, 1\)"),
-    ({"positions": torch.zeros(3, 1, dtype=torch.int64)}, r"seeds must be int64 or int32 \(B=3\), got int64 \(2,\)"),
-    ({"n": -1}, "n must be an integer >= 0, got -1"),
-    ({"stream": -1}, "stream must be an integer >= 0, got -1"),
-    ({"turn": 0.5}, "turn must be an integer >= 0, got 0.5"),
-])
-def test_says_which_argument_is_wrong(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        philox_uniforms(**{"seeds": torch.zeros(2, dtype=torch.int64), "positions": 3, "n": 4, "stream": 0} | arguments)

@@ -158,23 +158,3 @@ def test_one_position_of_each_request_may_be_gathered(backend):
     part = [a[torch.arange(4), which].unsqueeze(1) for a in args]
     for got, expected in zip(resample_gaussian(*part, backend=backend), resample_gaussian(*args, backend=backend)):
         assert same(got[:, 0], expected[torch.arange(4), which])
-
-
-@pytest.mark.parametrize("changes, message", [
-    (dict(tokens=torch.zeros(2, 0, 4)), r"tokens must have G >= 1, got shape \(2, 0, 4\)"),
-    (dict(proposals=torch.zeros(2, 3, 0, 4)), r"proposals must have M >= 1, got shape \(2, 3, 0, 4\)"),
-    (dict(variant="exact"), "variant must be one of paper, released, path, got 'exact'"),
-    (dict(variant="path"), "target_means must be None with variant 'path', .* got Tensor"),
-])
-def test_says_which_argument_is_wrong(changes, message):
-    names = ("tokens", "fallback", "target_means", "target_log_sigmas", "draft_means", "draft_log_sigmas")
-    base = dict(is_accepted=torch.zeros(2, 3, dtype=torch.bool), is_rejected=torch.ones(2, 3, dtype=torch.bool),
-                proposals=torch.zeros(2, 3, 5, 4), log_ratio=torch.zeros(2, 3), uniforms=torch.zeros(2, 3, 5),
-                **{name: torch.zeros(2, 3, 4) for name in names})
-    with pytest.raises(ValueError, match=message):
-        resample_gaussian(**{name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t
-                             for name, t in (base | changes).items()})
-    path = dict.fromkeys(names[2:]) | dict(variant="path")
-    with pytest.raises(ValueError, match=r"log_ratio must be float32 \(B=2, G=3, M=5\), got float32 \(2, 3\)"):
-        resample_gaussian(**{name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t
-                             for name, t in (base | path).items()})

@@ -40,23 +40,3 @@ def test_equals_complex_products():
     turns = torch.view_as_complex(rotations[positions.clamp(0, len(rotations) - 1)]).repeat(2, 1, 1)[:, :, None]
     expected = torch.view_as_complex(qkv[..., :80].reshape(4, 7, 4, 10, 2)) * turns
     torch.testing.assert_close(q, torch.view_as_real(expected).flatten(-2))
-
-
-@pytest.mark.parametrize("changes, message", [
-    (dict(qkv=torch.zeros(2, 1, 4)), r"qkv must have Q = \(H \+ 2 Hkv\) D with H >= 1, .* got Q=4, Hkv=1 and D=2"),
-    (dict(qkv=torch.zeros(2, 1, 7)), "qkv must have Q = .* got Q=7"),
-    (dict(qkv=torch.zeros(3, 1, 6)), r"kv_cache must be float32 \(R=3, T=4, two=2, Hkv=1, D=2\), got float32 \(2, 4, "),
-    (dict(kv_cache=torch.zeros(2, 4, 2, 1, 4)[..., :2]), "kv_cache must be contiguous, since it is written to"),
-    (dict(lengths=torch.zeros(3, dtype=torch.int64)), "qkv must be a multiple of .* lengths, B=3, got 2"),
-    (dict(positions=torch.zeros(1, 2, dtype=torch.int64)), r"positions must be int64 or int32 \(Y=1, N=1\), got int64"),
-    (dict(rotations=torch.zeros(5, 2, 2)), r"rotations must be float32 \(P=5, pairs=1, two=2\), got float32 \(5, 2, 2"),
-    (dict(rotations=torch.zeros(0, 1, 2)), r"rotations must have P >= 1, got shape \(0, 1, 2\)"),
-    (dict(positions=torch.zeros(3, 1, dtype=torch.int64)), "qkv must be .* rows of positions, Y=3, got 2"),
-    (dict(rotates_halves="no"), "rotates_halves must be a bool, got 'no'"),
-    (dict(first_node=-1), "first_node must be an integer >= 0, got -1"),
-])
-def test_says_which_argument_is_wrong(changes, message):
-    arguments = dict(qkv=torch.zeros(2, 1, 6), kv_cache=torch.zeros(2, 4, 2, 1, 2), rotations=torch.zeros(5, 1, 2),
-                     lengths=torch.zeros(1, dtype=torch.int64), positions=torch.zeros(1, 1, dtype=torch.int64))
-    with pytest.raises(ValueError, match=message):
-        rotate_into_cache(**arguments | changes)

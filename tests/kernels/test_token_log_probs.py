@@ -97,11 +97,3 @@ def test_only_rows_of_tokens_are_read(backend):
     assert all(map(torch.equal, token_log_probs(hurt, *args[1:], **kwargs | {"rows": rows}, backend=backend), clean))
     hurt[1, 2] = math.nan
     assert token_log_probs(hurt, *args[1:], **kwargs | {"rows": rows}, backend=backend).status[1, 0] == INVALID_ROW
-
-
-def test_says_which_argument_is_wrong():
-    logits, tokens = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"tokens must be int64 or int32 \(B=2, K=3\)"):
-        token_log_probs(logits, None, None, 1.0, 0, 1.0, tokens[:, :2])
-    with pytest.raises(ValueError, match=r"tokens must be int64 or int32 \(B=2, K=2\)"):
-        token_log_probs(logits, None, None, 1.0, 0, 1.0, tokens, rows=tokens[:, :2])

@@ -182,29 +182,6 @@ def test_bits_depend_on_what_a_query_sees_alone(length, D, G, dtype):
     assert attend(q[:1], k[:1], v[:1], length, chain(N)).equal(whole[:1])
 
 
-def arguments(**changes):
-    base = dict(q=torch.zeros(4, 3, 4, 32), k_cache=torch.zeros(4, 9, 2, 32), v_cache=torch.zeros(4, 9, 2, 32),
-                lengths=torch.zeros(2).long(), ancestors=torch.ones(2, 3, 1).long())
-    return {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in (base | changes).items()}
-
-
-@pytest.mark.parametrize("changes, message", [
-    (dict(q=torch.zeros(4, 3, 3, 32)), "the heads of q must be a multiple of the heads of k_cache, got H=3 and Hkv=2"),
-    (dict(lengths=torch.zeros(4).long()), r"ancestors must be int64 \(B=4 or 1, N=3, W=1\), got"),
-    (dict(ancestors=torch.ones(3, 3, 1).long(), lengths=torch.zeros(3).long()), "a multiple of B=3, got 4"),
-    (dict(ancestors=torch.ones(2, 3, 0).long()), "there must be a node, a column and a word, got N=3, T=9, W=0"),
-    (dict(scale="small"), "scale must be a number or None, got 'small'"),
-])
-def test_says_which_argument_is_wrong(changes, message):
-    with pytest.raises(ValueError, match=message):
-        tree_attention(**arguments(**changes))
-
-
-def test_heads_that_are_too_wide_are_refused():
-    with pytest.raises(ValueError, match="q must have D from 1 to 256, got 257"):
-        tree_attention(**arguments(**{name: torch.zeros(4, 3, 2, 257) for name in ("q", "k_cache", "v_cache")}))
-
-
 def test_the_makers_trees_branch_and_lengths_differ():
     """The inputs make a comparison of backends worth something."""
     for case in cases.CASES["tree_attention"][1:]:

@@ -46,14 +46,3 @@ def test_there_and_back(N, reach, dtype):
     assert torch.equal(tree_from_mask(mask), expected)
     assert torch.equal(tree_from_mask(mask[1]), expected[1:2])
     assert torch.equal(tree_from_mask(mask[:, None]), expected)  # (B, 1, N, N), as EAGLE's
-
-
-@pytest.mark.parametrize("mask, message", [
-    ([[1]], "mask must be a tensor, got list"),
-    (torch.zeros(2), r"mask must have 3 dimensions \(B, N, N\), got shape \(2,\)"),
-    (torch.zeros(2, 3), r"mask must be \(.., N, N\) with N >= 1, got shape \(1, 2, 3\)"),
-    (torch.zeros(2, 0, 0), r"mask must be \(.., N, N\) with N >= 1, got shape \(2, 0, 0\)"),
-])
-def test_says_which_argument_is_wrong(mask, message):
-    with pytest.raises(ValueError, match=message):
-        tree_from_mask(mask)

@@ -154,19 +154,3 @@ def test_bits_beyond_the_last_node_are_nothing(backend, N):
     stray[0, N - 1] = 0
     stray[0, N - 1, -1] = -1 << N % 64
     assert tree_mask(stray, lengths(1), columns=N + 9, backend=backend)[0, -1].nonzero().tolist() == [[N]]
-
-
-@pytest.mark.parametrize("name, value, message", [
-    ("ancestors", torch.zeros(2, 65, 1, dtype=torch.int64),
-     r"ancestors must be int64 \(B=2 or 1, N=65, W=2\), got int64 \(2, 65, 1\)"),
-    ("ancestors", torch.zeros(2, 0, 0, dtype=torch.int64), r"must have N >= 1, got shape \(2, 0, 0\)"),
-    ("columns", None, "columns must be given when lengths or start are"),
-    ("form", "dense", "form must be one of bool, additive, packed, packed_rows, got 'dense'"),
-    ("dtype", torch.float64, "dtype must be one of float32, float16, bfloat16, got torch.float64"),
-    ("dtype", "half", "dtype must be one of float32, float16, bfloat16, got 'half'"),
-])
-def test_says_which_argument_is_wrong(name, value, message):
-    arguments = {"ancestors": torch.zeros(2, 3, 1, dtype=torch.int64), "columns": 5, "form": "bool",
-                 "lengths": torch.zeros(2, dtype=torch.int32), "dtype": torch.float32}
-    with pytest.raises(ValueError, match=message):
-        tree_mask(**arguments | {name: value})

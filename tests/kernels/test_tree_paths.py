@@ -113,22 +113,3 @@ def test_what_is_no_tree_is_reported_by_tree_links(rows, expected):
     got = parents([rows, [[0, 1, 2]] * len(rows)], 4)
     assert got.tolist() == [expected, [-1, 0, 1, -2]]
     assert tree_links(got).status.tolist() == [INVALID_TREE, 0]
-
-
-ROOT, PATH = torch.tensor([[-1]]), torch.tensor([[0]])
-
-
-@pytest.mark.parametrize("function, arguments, message", [
-    (tree_paths, ([[-1]],), "parents must be a tensor, got list"),
-    (tree_paths, (torch.zeros(2, 0).int(),), r"parents must have N >= 1, got shape \(2, 0\)"),
-    (tree_paths, (ROOT.short(),), r"parents must be int64 or int32 \(B=1, N=1\), got int16 \(1, 1\)"),
-    (tree_paths, (ROOT, -1), "max_depth must be an integer >= 0, got -1"),
-    (tree_from_paths, ([[0, 1]], 2), "paths must be a tensor, got list"),
-    (tree_from_paths, (torch.zeros(2, 2), 2), r"paths must be int64 or int32 \(B=1, L=2, D=2\), got float32 \(1, 2, 2"),
-    (tree_from_paths, (PATH[0], 2), r"paths must have 3 dimensions \(B, L, D\), got shape \(1,\)"),
-    (tree_from_paths, (PATH, 0), "num_nodes must be an integer >= 1, got 0"),
-    (tree_from_paths, (PATH, 2.0), "num_nodes must be an integer >= 1, got 2.0"),
-])
-def test_says_which_argument_is_wrong(function, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        function(*arguments)

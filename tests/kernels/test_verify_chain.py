@@ -234,21 +234,3 @@ def assert_same(got, expected, seed):
     num_accepted, next_token, tv_excess, status = got
     assert all(map(torch.equal, (num_accepted, next_token, status), (*expected[:2], expected[3]))), seed
     torch.testing.assert_close(tv_excess, expected[2], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("name, value, message", [
-    ("target_probs", torch.zeros(5, 0), r"target_probs must have V >= 1, got shape \(5, 0\)"),
-    ("cu_num_draft_tokens", torch.tensor([0, 1, 3]), "cu_num_draft_tokens must be .* got 3 .* 2 req.* a leading 0"),
-    ("bonus_tokens", torch.zeros(2), r"target_probs must be float32 \(T=3, V=8\), got float32 \(5, 8\)"),
-    ("omega", "1", r"omega must be float32 \(B=2\) or a number, got '1'"),
-    ("delta", 0.5, "neighbors and delta must be given together"),
-    ("greedy", 1, r"greedy must be bool \(B=2\) or a bool, got 1"),
-    ("residual", "best", "residual must be one of optimal, relaxed, released, got 'best'"),
-    ("empty", "none", "empty must be one of target, uniform, got 'none'"),
-    ("cutoff", "l2", "cutoff must be one of tvd, ratio, jsd, got 'l2'"),
-])
-def test_says_which_argument_is_wrong(name, value, message):
-    arguments = {"target_probs": torch.zeros(5, 8), "draft_tokens": torch.zeros(3, dtype=torch.int64),
-                 "cu_num_draft_tokens": torch.zeros(2, dtype=torch.int64), "uniforms": torch.zeros(5)}
-    with pytest.raises(ValueError, match=message):
-        verify_chain(**arguments | {name: value})

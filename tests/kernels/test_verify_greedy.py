@@ -120,12 +120,6 @@ def test_agrees_with_greedy_verify_tree(backend, B, N, V, max_depth):
     assert got.next_token.equal(expected.next_token) and got.num_accepted.max() > 1 and not got.status.any()
 
 
-def test_trees_have_a_node():
-    nodes = torch.zeros(2, 0, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"target_tokens must have N >= 1, got shape \(2, 0\)"):
-        verify_greedy(nodes, nodes, nodes, nodes, max_depth=2)
-
-
 def test_the_makers_paths_are_long_and_some_links_are_wrong():
     """The inputs make a comparison of backends worth something."""
     results = [verify_greedy(*args, **kwargs, backend="oracle")

@@ -18,7 +18,7 @@ from specvis_kernels import (
     verify_tree,
 )
 from tests import cases
-from tests.cases import DEVICE, links, neighbor_table
+from tests.cases import DEVICE, links
 
 NAN, INF = math.nan, math.inf
 ROW = [8, 4, 2, 2]  # proportions of the four tokens
@@ -319,48 +319,3 @@ def test_calls_leave_nothing_behind(backend):
     for (args, kwargs), expected in [*zip(made, first)][::-1]:
         for a, b in zip(verify_logits(*args, **kwargs, backend=backend), expected):
             assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("change, message", [
-    ({"logits": torch.zeros(2, 0, 5)}, r"logits must have N >= 1, got shape \(2, 0, 5\)"),
-    ({"uniforms": None}, "uniforms or seeds must be given"),
-    ({"guidance": "3"}, r"guidance must be float32 \(B=2\) or a number, got '3'"),
-    ({"top_k": 1.0}, r"top_k must be int64 or int32 \(B=2\) or an integer, got 1.0"),
-    ({"id_range": (3, 3)}, r"or two integers with 0 <= first < last <= V=5, got \(3, 3\)"),
-    ({"filters": "top_k"}, "filters must be one of k_then_p, p_then_k, got 'top_k'"),
-    ({"draft_row": torch.zeros(2, 3, dtype=torch.int32)}, "draft_probs and draft_row must be given together"),
-    ({"neighbors": neighbor_table(5, 2)}, "neighbors and delta must be given together"),
-    ({"neighbors": neighbor_table(5, 2), "delta": "0.1"}, r"delta must be float32 \(B=2\) or a number, got '0.1'"),
-    ({"neighbors": neighbor_table(5, 2), "delta": 0.1, "offset": 1}, r"offset must be in \[0, V - C\] = \[0, 0\]"),
-    ({"neighbors": neighbor_table(5, 2), "delta": 0.1, "cutoff": "l2"}, "cutoff must be one of tvd, ratio, jsd"),
-    ({"cutoff": "l2"}, "cutoff must be one of tvd, ratio, jsd, got 'l2'"),
-    ({"offset": 1.5}, "offset must be an integer, got 1.5"),
-    ({"neighbors": neighbor_table(5, 1), "delta": 0.1, "residual": "released"}, "at least two columns"),
-    ({"empty": "none"}, "empty must be one of target, uniform, got 'none'"),
-    ({"residual": "none"}, "residual must be one of optimal, relaxed, released, got 'none'"),
-    ({"seeds": torch.zeros(2, dtype=torch.int64)}, "seeds and positions must be given together"),
-    ({"positions": torch.zeros(2, 3, dtype=torch.int64)}, "seeds and positions must be given together"),
-])
-def test_says_which_argument_is_wrong(change, message):
-    arguments = {"logits": torch.zeros(2, 3, 5), "uncond": torch.zeros(2, 3, 5),
-                 "tokens": torch.zeros(2, 3, dtype=torch.int64), "first_child": torch.zeros(2, 3, dtype=torch.int32),
-                 "next_sibling": torch.zeros(2, 3, dtype=torch.int32), "uniforms": torch.zeros(2, 3), "guidance": 1.0,
-                 "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_depth": 2}
-    if "logits" in change:
-        arguments["uncond"] = None
-    with pytest.raises(ValueError, match=message):
-        verify_logits(**arguments | change)
-
-
-@pytest.mark.parametrize("name, value", [
-    ("uniforms", torch.zeros(2, 3)), ("draft_probs", torch.ones(2, 1, 5)), ("neighbors", neighbor_table(5, 2)),
-    ("omega", torch.ones(2, 2))])
-def test_equality_has_no_part_for_what_relaxes(name, value):
-    arguments = {"logits": torch.zeros(2, 3, 5), "uncond": None, "tokens": torch.zeros(2, 3, dtype=torch.int64),
-                 "first_child": torch.zeros(2, 3, dtype=torch.int32),
-                 "next_sibling": torch.zeros(2, 3, dtype=torch.int32), "uniforms": None, "guidance": 1.0,
-                 "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_depth": 2,
-                 "seeds": torch.zeros(2, dtype=torch.int64), "positions": torch.zeros(2, 3, dtype=torch.int64)}
-    others = {"draft_probs": {"draft_row": torch.zeros(2, 3, dtype=torch.int32)}, "neighbors": {"delta": 0.1}}
-    with pytest.raises(ValueError, match=f"{name} must be None with seeds"):
-        verify_logits(**arguments | {name: value} | others.get(name, {}))

@@ -398,31 +398,3 @@ def test_the_whole_part_of_a_number(tmp_path):
         for near in (math.nextafter(x, 0), x, math.nextafter(x, INF), math.nextafter(round(x), 0.0)):
             assert whole_part(near) == math.floor(near), near
     assert [whole_part(x) for x in (2.0**52, 2.0**52 - 0.5, 2.0**51 + 0.5)] == [2.0**52, 2.0**52 - 1, 2.0**51]
-
-
-def arguments(**changes):
-    B, N, V, M = 2, 3, 4, 2
-    base = dict(target_probs=torch.full((B, N, V), 0.25), tokens=torch.zeros(B, N).long(),
-                first_child=torch.full((B, N), -1).int(), next_sibling=torch.full((B, N), -1).int(),
-                uniforms=torch.zeros(B, N), draft_probs=torch.full((B, M, V), 0.25),
-                draft_row=torch.zeros(B, N).int(), neighbors=torch.ones(V, 2).int(), delta=torch.zeros(B),
-                omega=torch.ones(B, 2), greedy=torch.zeros(B).bool(), max_depth=2)
-    return {name: a.to(DEVICE) if isinstance(a, torch.Tensor) else a for name, a in (base | changes).items()}
-
-
-@pytest.mark.parametrize("changes, message", [
-    (dict(target_probs=torch.zeros(2, 0, 4)), r"target_probs must have N >= 1, got shape"),
-    (dict(draft_probs=None), "draft_probs and draft_row must be given together"),
-    (dict(draft_row=None), "draft_probs and draft_row must be given together"),
-    (dict(draft_probs=torch.zeros(2, 0, 4)), r"draft_probs must have M >= 1, got shape \(2, 0, 4\)"),
-    (dict(neighbors=None), "neighbors and delta must be given together"),
-    (dict(delta=None), "neighbors and delta must be given together"),
-    (dict(neighbors=torch.ones(4, 1).int(), residual="released"), "two columns under 'released', got one"),
-    (dict(cutoff="l2"), "cutoff must be one of tvd, ratio, jsd, got 'l2'"),
-    (dict(offset=1), r"offset must be in \[0, V - C\] = \[0, 0\], got 1"),
-    (dict(empty="none"), "empty must be one of target, uniform, got 'none'"),
-    (dict(residual="best"), "residual must be one of optimal, relaxed, released, got 'best'"),
-])
-def test_says_which_argument_is_wrong(changes, message):
-    with pytest.raises(ValueError, match=message):
-        verify_tree(**arguments(**changes))

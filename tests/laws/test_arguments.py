@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map_only
 
 import specvis_kernels
 from specvis_kernels import (
@@ -18,8 +19,6 @@ from specvis_kernels import (
     StatusError,
     _define,
     backends,
-    commit_kv,
-    couple_tokens,
     draw_tokens,
     guided_probs,
     philox_uniforms,
@@ -27,8 +26,6 @@ from specvis_kernels import (
     sample_residual,
     tree_links,
     verify_greedy,
-    verify_logits,
-    verify_tree,
 )
 from tests import cases
 from tests.cases import DEVICE
@@ -214,6 +211,10 @@ def test_a_number_stands_for_all_requests(op, name):
         for number in SETTINGS[name]:
             expected = run(op, (), named | {name: torch.full_like(named[name], number)})
             assert all(map(same, run(op, (), named | {name: number}), expected))
+    kind, wrong = {"greedy": ("a bool", 1), "top_k": ("an integer", 1.0)}.get(name, ("a number", True))
+    for value in ("1", wrong, *([None] if name == "temperature" else [])):
+        with pytest.raises(ValueError, match=rf"{name} must be [\w ]+ \(.*\) or {kind}, got {value!r}"):
+            run(op, (), named | {name: value})
 
 
 @pytest.mark.parametrize("op", ["guided_probs", "draw_tokens", "draft_children", "draft_frontier", "verify_logits"])
@@ -392,6 +393,14 @@ def test_not_every_failed_allocation_is_for_want_of_memory(monkeypatch, backend,
         library._destroy()
 
 
+@pytest.mark.parametrize("op, name", [(op, name) for op, names in cases.MUTATES.items() for name in names])
+def test_what_is_written_to_is_contiguous(op, name):
+    named = named_arguments(op)
+    with_gaps = tree_map_only(torch.Tensor, lambda a: torch.stack([a, a], -1)[..., 0], named[name])
+    with pytest.raises(ValueError, match=f"{name} must be contiguous, since .* written to"):
+        getattr(specvis_kernels, op)(**named | {name: with_gaps})
+
+
 @pytest.mark.parametrize("op, backend", [(op, backend) for op, backend in EVERY if op in cases.MUTATES])
 def test_what_is_written_to_shares_no_memory(op, backend):
     _, named, *_ = cases_of(op)
@@ -423,49 +432,6 @@ def test_what_is_written_to_shares_no_memory(op, backend):
         memory = torch.zeros(cache.numel() + 1, dtype=cache.dtype, device=cache.device)
         refuses(caches=[cache, cache])
         refuses(caches=[memory[:-1].view(cache.shape), memory[1:].view(cache.shape)])
-
-
-ROOT = {"target_probs": torch.full((2, 1, 4), 0.25, device=DEVICE), "uniforms": torch.zeros(2, 1, device=DEVICE),
-        **dict(zip(("tokens", "first_child", "next_sibling"), (a[:, :1] for a in TREE)))}
-
-
-@pytest.mark.parametrize("arguments, message", [
-    ({"max_depth": 1.0}, "max_depth must be an integer >= 0, got 1.0"),
-    ({"max_depth": torch.tensor(1)}, r"max_depth must be an integer >= 0, got tensor\(1\)"),
-    ({"omega": "1"}, r"omega must be float32 \(B=2, P=0\) or a number, got '1'"),
-    ({"omega": True}, r"omega must be float32 \(B=2, P=0\) or a number, got True"),
-    ({"greedy": 1}, r"greedy must be bool \(B=2\) or a bool, got 1"),
-    ({"delta": 0.5}, "neighbors and delta must be given together, but neighbors is missing"),
-    ({"neighbors": torch.zeros(4, 1, dtype=torch.int32)},
-     "neighbors and delta must be given together, but delta is missing"),
-    ({"draft_probs": ROOT["target_probs"]},
-     "draft_probs and draft_row must be given together, but draft_row is missing"),
-])
-def test_says_what_is_wrong(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        verify_tree(**ROOT | arguments)
-
-
-def test_words_of_errors():
-    """The sentence says what to do."""
-    nodes, zero = torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-    pair = (torch.zeros(2, 4, 1), torch.zeros(2, 4, 1))
-    for caches, message in [
-            ([pair, pair], r"caches\[0\] is a tuple: flatten the pairs into one list of tensors$"),
-            ([pair[0], [*pair]], r"caches\[1\] is a list: flatten"),
-            ([pair[0], None], r"list of tensors, but caches\[1\] is a NoneType$"),
-            ((), "caches must be a tensor or a list of at least one tensor")]:
-        with pytest.raises(ValueError, match=message):
-            commit_kv(caches, nodes, zero, zero)
-    with pytest.raises(ValueError, match="uniforms must be None with seeds: by seeds a token is accepted if it equals "
-                                         "the target's own draw, and uniforms plays no part in that"):
-        verify_logits(LOGITS, None, *TREE, torch.zeros(2, 3, device=DEVICE), **PLAIN, seeds=zero.to(DEVICE),
-                      positions=TREE[0])
-    probs = torch.full((2, 3, 4), 0.25)
-    with pytest.raises(ValueError, match=r"uniforms must be float32 \(B=2, W=3, accept and draw=2\), got float32"):
-        couple_tokens(probs, probs, torch.zeros(2, 3).long(), torch.zeros(2, 3))
-    with pytest.raises(ValueError, match=r"parents must be int64 or int32 \(B=1, N=2\), got float32 \(1, 2\)"):
-        tree_links(torch.tensor([[-1.0, 0.0]]))
 
 
 def test_meta_has_the_oracle_alone():
