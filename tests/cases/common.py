@@ -32,6 +32,10 @@ LARGE = {  # sizes that need other amounts of shared memory, or other numbers of
 MAX_ROWS = 512   # are drawn; more rows repeat them
 
 
+def tensor(values, dtype=torch.float32):
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
 def exact_probs(rows, V, seed=0, exact=True):
     """(rows, V) float32 probabilities: peaked, as a model's are, and exact to sum. With exact=False nothing about them
     is aligned, and their sums are not 1."""

@@ -28,6 +28,18 @@ def backend(request, monkeypatch):
     return request.param
 
 
+@pytest.fixture
+def triton_takes(backend, monkeypatch):
+    """triton_takes(V=4): that many tokens, or neighbors, k, at a time. The other backends take 32 or more."""
+    def set_blocks(**sizes):
+        if backend == "triton":
+            from specvis_kernels.triton import _rows
+            for name, size in sizes.items():
+                monkeypatch.setitem(_rows.MAX_BLOCK, name, size)
+
+    return set_blocks
+
+
 def repeated(op, kernels, names, used):
     arguments = getattr(torch.ops.specvis_kernels, op).default._schema.arguments
     written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]

@@ -13,14 +13,10 @@ import pytest
 import torch
 
 from specvis_kernels import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_TREE, verify_chain
-from tests.cases import DEVICE, exact_probs, exact_uniforms
+from tests.cases import DEVICE, exact_probs, exact_uniforms, tensor
 
 ROW = [0.5, 0.25, 0.125, 0.125]
 LN2 = math.log(2)  # the entropy of 1/2, 1/4, 1/8 is 1.375 of it
-
-
-def tensor(values, dtype=torch.float32):
-    return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
 def verify(backend, rows, drafts, uniforms, draft_rows=None, **options):

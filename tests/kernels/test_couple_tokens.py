@@ -13,14 +13,10 @@ from specvis_kernels import (
     couple_tokens,
     verify_tree,
 )
-from tests.cases import DEVICE, neighbor_table
+from tests.cases import DEVICE, neighbor_table, tensor
 
 NAN, INF = float("nan"), float("inf")
 P, Q = [0.5, 0.25, 0.125, 0.125], [0.25, 0.5, 0.25, 0.0]  # 8 4 2 2 and 4 8 4 0 sixteenths
-
-
-def tensor(values, dtype=torch.float32):
-    return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
 def one(backend, guess, accept, redraw=0.0, target=P, draft=Q, omega=None, group=None, neighbors=None, delta=None,
@@ -228,11 +224,9 @@ def test_every_length_of_row(backend, V):
 
 
 @pytest.mark.parametrize("draft", [[1.0] + [0.0] * 7, [0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
-def test_a_draw_that_falls_between_two_blocks(backend, draft, monkeypatch):
+def test_a_draw_that_falls_between_two_blocks(backend, draft, triton_takes):
     """Exactly half of the rest is before token 4, which has nothing."""
-    if backend == "triton":
-        from specvis_kernels.triton import _rows
-        monkeypatch.setitem(_rows.MAX_BLOCK, "V", 4)
+    triton_takes(V=4)
     row = [0.0, 0.5, 0.0, 0.0, 0.0, 0.25, 0.25, 0.0]
     assert one(backend, 2, 0.0, 0.5, row, draft)[:2] == (5, False)
     assert one(backend, 2, 0.0, 0.499, row, draft)[:2] == (1, False)

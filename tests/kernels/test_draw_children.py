@@ -9,7 +9,7 @@ import torch
 from specvis_kernels import INVALID_ROW, backends, draw_children, draw_tokens, verify_tree
 from specvis_kernels._numbers import log
 from specvis_kernels.noise import GUMBEL_STREAM, philox_words
-from tests.cases import DEVICE, links
+from tests.cases import DEVICE, links, tensor
 
 BACKENDS = backends("draw_children", DEVICE)
 NAN, INF = float("nan"), float("inf")
@@ -23,15 +23,9 @@ def draws(backend, row, uniforms):
     return tuple(a[0, 0].tolist() for a in out)
 
 
-def blocks_of(size, backend, monkeypatch):
-    """Triton takes this many tokens at a time; the others have blocks and shares of 32 or more."""
-    if backend == "triton":
-        from specvis_kernels.triton import _rows
-        monkeypatch.setitem(_rows.MAX_BLOCK, "V", size)
-
-
+@pytest.mark.parametrize("total", [1.0, 0.5])
 @pytest.mark.parametrize("uniforms, tokens", [
-    # Sixteenths: 8 4 2 2; each draw sees the rest.
+    # Sixteenths of the total: 8 4 2 2; each draw sees the rest.
     ([0.5, 0.5, 0.5, 0.5], [1, 0, 3, 2]),     # 8 of 16, 6 of 8 0 2 2, 2 of 0 0 2 2, 1 of 0 0 2 0
     ([0.499, 0.499, 0.499, 0.9], [0, 1, 2, 3]),
     ([0.75, 0.0, 0.67, 0.0], [2, 0, 3, 1]),   # 12 of 16, 0 of 14, 4.02 of 0 4 0 2
@@ -39,12 +33,9 @@ def blocks_of(size, backend, monkeypatch):
     ([LAST, LAST, LAST, LAST], [3, 2, 1, 0]),
     ([0.8], [2]),
 ])
-def test_draws_by_hand(backend, uniforms, tokens):
-    assert draws(backend, [0.5, 0.25, 0.125, 0.125], uniforms) == (tokens, len(tokens), 0)
-
-
-def test_rows_count_relative_to_their_total(backend):
-    assert draws(backend, [0.25, 0.125, 0.0625, 0.0625], [0.5, 0.5, 0.5]) == ([1, 0, 3], 3, 0)
+def test_draws_by_hand(backend, uniforms, tokens, total):
+    row = [total * p for p in (0.5, 0.25, 0.125, 0.125)]
+    assert draws(backend, row, uniforms) == (tokens, len(tokens), 0)
 
 
 @pytest.mark.parametrize("K", [2, 3, 5])
@@ -65,14 +56,31 @@ def test_the_smallest_mass_has_its_turn(backend):
     assert draws(backend, [2.0**-43, 1.0], [0.0, 0.0]) == ([1, 0], 1, 0)  # less than that is nothing
 
 
+@pytest.mark.parametrize("noise", [False, True])
 @pytest.mark.parametrize("bad", [[NAN, 0.5, 0.5], [INF, 0, 0.0], [0.5, 0.5, -0.5], [0.5, 2.5, 0.5], 3 * [0.0],
                                  3 * [2.0**-43]])
-def test_bad_rows_have_no_children(backend, bad):
-    """The nodes beside them do not change."""
-    rows = torch.tensor([[[0.5, 0.5, 0.0], bad], [bad, [0.0, 0.5, 2.0]]], device=DEVICE)
-    tokens, num_children, status = draw_children(rows, torch.full((2, 2, 2), 0.5, device=DEVICE), backend=backend)
-    assert tokens.tolist() == [[[1, 0], [0, 0]], [[0, 0], [2, 1]]]
-    assert num_children.tolist() == [[2, 0], [0, 2]] and status.tolist() == [[0, INVALID_ROW], [INVALID_ROW, 0]]
+def test_bad_rows_have_no_children(backend, bad, noise):
+    """The nodes beside them do not change. With noise each of these has one child."""
+    rows = tensor([[[0.5, 0.5, 0.0], bad], [bad, [0.0, 0.5, 2.0]]])
+    if noise:
+        rows[0, 0, 0] = rows[1, 1, 1] = 0.0
+        out = noisy_draws(backend, rows, [1, 2], [[0, 0], [7, 8]], 2)
+    else:
+        out = draw_children(rows, torch.full((2, 2, 2), 0.5, device=DEVICE), backend=backend)
+    n = 1 if noise else 2
+    assert out.tokens.tolist() == [[[1, 0], [0, 0]], [[0, 0], [2, 0 if noise else 1]]]
+    assert out.num_children.tolist() == [[n, 0], [0, n]] and out.status.tolist() == [[0, INVALID_ROW], [INVALID_ROW, 0]]
+
+
+def order_probabilities(masses, K):
+    """The probability of every order of K children, drawn one after another from the rest."""
+    probabilities = {}
+    for order in itertools.permutations([v for v, mass in enumerate(masses) if mass], K):
+        probability, remaining = F(1), F(sum(masses))
+        for v in order:
+            probability, remaining = probability * F(masses[v]) / remaining, remaining - F(masses[v])
+        probabilities[order] = probability
+    return probabilities
 
 
 @pytest.mark.parametrize("masses, K, cells", [
@@ -88,34 +96,31 @@ def test_every_order_has_its_probability(backend, masses, K, cells):
     assert num_children.eq(K).all()
     orders, counts = tokens[:, 0].unique(dim=0, return_counts=True)
     got = {tuple(order): F(n, len(grid)) for order, n in zip(orders.tolist(), counts.tolist())}
-    expected = {}
-    for order in itertools.permutations([v for v, mass in enumerate(masses) if mass], K):
-        probability, remaining = F(1), sum(masses)
-        for v in order:
-            probability, remaining = probability * F(masses[v], remaining), remaining - masses[v]
-        expected[order] = probability
-    assert got == expected
+    assert got == order_probabilities(masses, K)
 
 
-def test_draws_that_fall_between_two_blocks(backend, monkeypatch):
+def test_draws_that_fall_between_two_blocks(backend, triton_takes):
     """Quarters: exactly half of the mass is before token 128, which has none."""
-    blocks_of(64, backend, monkeypatch)
+    triton_takes(V=64)
     row = torch.zeros(260)
     row[[100, 127, 130, 259]] = 0.25
     assert draws(backend, row.tolist(), [0.5, 0.5, 0.5, 0.5, 0.5]) == ([130, 127, 259, 100, 0], 4, 0)
     assert draws(backend, row.tolist(), [0.499, 0.0, LAST, LAST]) == ([127, 100, 259, 130], 4, 0)
 
 
+@pytest.mark.parametrize("noise", [False, True])
 @pytest.mark.parametrize("V, K", [(1, 1), (5, 5), (33, 40), (200, 200)])
-def test_all_of_a_row(backend, V, K, monkeypatch):
-    blocks_of(32, backend, monkeypatch)
+def test_all_of_a_row(backend, V, K, noise, triton_takes):
+    triton_takes(V=32)
     g = torch.Generator().manual_seed(V)
-    uniforms = torch.rand(1, 2, K, generator=g).to(DEVICE)
     rows = torch.rand(1, 2, V, generator=g).add(0.1).to(DEVICE) / V
-    tokens, num_children, _ = draw_children(rows, uniforms, backend=backend)
+    draws = {"uniforms": torch.rand(1, 2, K, generator=g).to(DEVICE)}
+    if noise:
+        draws = {"seeds": tensor([9], torch.int64), "positions": tensor([[0, 1]], torch.int64), "num_children": K}
+    tokens, num_children, _ = draw_children(rows, **draws, backend=backend)
     assert num_children.eq(V).all() and tokens[..., V:].eq(0).all()
     assert tokens[..., :V].sort().values.eq(torch.arange(V, device=DEVICE)).all()
-    assert tokens.equal(draw_children(rows, uniforms, backend="oracle").tokens)
+    assert tokens.equal(draw_children(rows, **draws, backend="oracle").tokens)
 
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b not in ("oracle", "triton")])
@@ -198,15 +203,6 @@ def test_with_noise_the_lower_of_two_equal_scores_comes_first(backend):
     assert noisy_draws(backend, row, [1], [[346]], 2).tokens.tolist() == [[[296, 61]]]
 
 
-@pytest.mark.parametrize("bad", [[NAN, 0.5, 0.5], [INF, 0, 0.0], [0.5, 0.5, -0.5], [0.5, 2.5, 0.5], 3 * [0.0],
-                                 3 * [2.0**-43]])
-def test_with_noise_bad_rows_have_no_children(backend, bad):
-    tokens, num_children, status = noisy_draws(backend, [[[0.0, 0.5, 0.0], bad], [bad, [0.0, 0.0, 2.0]]], [1, 2],
-                                               [[0, 0], [7, 8]], 2)
-    assert tokens.tolist() == [[[1, 0], [0, 0]], [[0, 0], [2, 0]]]
-    assert num_children.tolist() == [[1, 0], [0, 1]] and status.tolist() == [[0, INVALID_ROW], [INVALID_ROW, 0]]
-
-
 def test_the_seed_and_the_position_decide_and_nothing_else(backend):
     rows = torch.full((1, 1, 50), 0.02)
     alone = noisy_draws(backend, rows, [-8], [[41]], 5).tokens[0, 0].tolist()
@@ -214,9 +210,9 @@ def test_the_seed_and_the_position_decide_and_nothing_else(backend):
     assert [list(map(int, node)) == alone for node in among.flatten(0, 1)] == [False, False, False, False, True, True]
 
 
-def test_the_first_child_is_what_the_target_draws(backend, monkeypatch):
+def test_the_first_child_is_what_the_target_draws(backend, triton_takes):
     """Bit for bit where the target's logits are the logarithms that draw_children takes, whatever the row's total."""
-    blocks_of(16, backend, monkeypatch)
+    triton_takes(V=16)
     B, F, V = (2, 4, 29) if backend == "triton" and DEVICE == "cpu" else (3, 30, 53)
     g = torch.Generator().manual_seed(6)
     rows = torch.randn(B, F, V, generator=g).mul(2).softmax(-1).to(DEVICE)
@@ -232,31 +228,20 @@ def test_the_first_child_is_what_the_target_draws(backend, monkeypatch):
     assert not shifted[..., 0].equal(drawn.tokens)
 
 
-def order_probabilities(masses, K):
-    """The probability of every order of K children, drawn one after another from the rest."""
-    probabilities = {}
-    for order in itertools.permutations([v for v, mass in enumerate(masses) if mass], K):
-        probability, remaining = 1.0, sum(masses)
-        for v in order:
-            probability, remaining = probability * masses[v] / remaining, remaining - masses[v]
-        probabilities[order] = probability
-    return probabilities
-
-
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b in ("oracle", DEVICE)])
 def test_with_noise_every_order_has_its_probability(backend):
     """Chi-square over seeds and positions. Rows of another law, and children that are drawn in another order, fail.
 
     Emulated and interpreted kernels take minutes for this many rows; they give the oracle's children, bit for bit.
     """
-    masses, K, B, F = [1, 4, 0, 2, 1], 3, 200, 200
-    row = (torch.tensor(masses) / sum(masses)).expand(B, F, -1)
-    tokens = noisy_draws(backend, row, torch.arange(B), torch.arange(F).expand(B, F), K).tokens
+    masses, K, n = [1, 4, 0, 2, 1], 3, 200 * 200
+    row = (torch.tensor(masses) / sum(masses)).expand(200, 200, -1)
+    tokens = noisy_draws(backend, row, torch.arange(200), torch.arange(200).expand(200, 200), K).tokens
     orders, counts = tokens.flatten(0, 1).unique(dim=0, return_counts=True)
     counts = {tuple(order): n for order, n in zip(orders.tolist(), counts.tolist())}
 
     def z_of(expected):
-        statistic = sum((counts.get(order, 0) - B * F * p) ** 2 / (B * F * p) for order, p in expected.items())
+        statistic = sum((counts.get(order, 0) - n * p) ** 2 / (n * p) for order, p in expected.items())
         return (statistic - (len(expected) - 1)) / (2 * (len(expected) - 1)) ** 0.5
 
     expected = order_probabilities(masses, K)
@@ -264,14 +249,3 @@ def test_with_noise_every_order_has_its_probability(backend):
     assert z_of(expected) < 4
     assert z_of({order[::-1]: p for order, p in expected.items()}) > 20
     assert z_of(order_probabilities([1, 4, 0, 2, 1.5], K)) > 5
-
-
-@pytest.mark.parametrize("V, K", [(1, 1), (5, 5), (33, 40), (200, 200)])
-def test_with_noise_all_of_a_row(backend, V, K, monkeypatch):
-    blocks_of(32, backend, monkeypatch)
-    g = torch.Generator().manual_seed(V)
-    rows = torch.rand(1, 2, V, generator=g).add(0.1) / V
-    tokens, num_children, _ = noisy_draws(backend, rows, [9], [[0, 1]], K)
-    assert num_children.eq(V).all() and tokens[..., V:].eq(0).all()
-    assert tokens[..., :V].sort().values.eq(torch.arange(V, device=DEVICE)).all()
-    assert tokens.equal(noisy_draws("oracle", rows, [9], [[0, 1]], K).tokens)

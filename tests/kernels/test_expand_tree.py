@@ -1,5 +1,4 @@
 """expand_tree on numbers small enough to check by hand, and its own laws."""
-import importlib
 import math
 
 import numpy as np
@@ -117,10 +116,9 @@ def test_the_lowest_score_has_children_of_its_own_score(backend):
 
 
 @pytest.mark.parametrize("V, max_chunks", [(50, 4), (50, 16), (64, 64), (9000, 4096)])
-def test_the_best_may_stand_anywhere(backend, V, max_chunks, monkeypatch):
+def test_the_best_may_stand_anywhere(backend, V, max_chunks, triton_takes):
     """All in one of the chunks that a program divides its row into, in either order, or in one each."""
-    if backend == "triton":
-        monkeypatch.setitem(importlib.import_module("specvis_kernels.triton._rows").MAX_BLOCK, "V", max_chunks)
+    triton_takes(V=max_chunks)
     K = 7
     together = [v for v in range(3, V, max_chunks)][:K]
     ids = torch.tensor([together + [v for v in range(V) if v not in together][:K - len(together)],

@@ -30,7 +30,7 @@ def test_given_positions_have_the_numbers_of_all_positions(turn):
     seeds = torch.tensor([5, 6, 7], device=DEVICE)
     positions = torch.tensor([[8, 0, 3, 3], [1, 2, 3, 4], [7, 7, 0, 5]], device=DEVICE)
     every = philox_uniforms(seeds, 9, 6, stream=2, turn=turn)
-    for given in (positions, positions + 2**32):
+    for given in (positions, positions + 2**32, positions - 2**32):
         assert torch.equal(philox_uniforms(seeds, given, 6, stream=2, turn=turn),
                            every.gather(1, positions[..., None].expand(-1, -1, 6)))
 

@@ -11,15 +11,11 @@ from specvis_kernels import (
     sample_residual,
     verify_tree,
 )
-from tests.cases import DEVICE
+from tests.cases import DEVICE, tensor
 
 BACKENDS = backends("sample_residual", DEVICE)
 NAN, INF = float("nan"), float("inf")
 TARGET, DRAFT = [0.5, 0.25, 0.125, 0.125], [0.25, 0.5, 0.25, 0.0]
-
-
-def tensor(values):
-    return torch.tensor(values, device=DEVICE)
 
 
 def one(backend, target, draft, uniform, omega=None):
@@ -62,11 +58,9 @@ def test_the_smallest_mass_has_its_turn(backend):
 
 
 @pytest.mark.parametrize("draft", [None, [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0]])
-def test_a_draw_that_falls_between_two_blocks(backend, draft, monkeypatch):
+def test_a_draw_that_falls_between_two_blocks(backend, draft, triton_takes):
     """Exactly half of the mass is before token 4, which has none."""
-    if backend == "triton":
-        from specvis_kernels.triton import _rows
-        monkeypatch.setitem(_rows.MAX_BLOCK, "V", 4)
+    triton_takes(V=4)
     row = [0.25, 0.25, 0.0, 0.0, 0.0, 0.25, 0.25, 0.0]
     assert one(backend, row, draft, 0.5) == (5, 0)
     assert one(backend, row, draft, 0.499) == (1, 0)

@@ -16,14 +16,10 @@ from specvis_kernels import (
 )
 from specvis_kernels._candidate import RESIDUALS
 from specvis_kernels.neighborhood_sum import CUTOFFS
-from tests.cases import DEVICE, exact_probs, exact_uniforms, neighbor_table
+from tests.cases import DEVICE, exact_probs, exact_uniforms, neighbor_table, tensor
 
 BACKENDS = backends("verify_chain", DEVICE)
 ROW = [0.5, 0.25, 0.125, 0.125]
-
-
-def tensor(values, dtype=torch.float32):
-    return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
 def verify(backend, num_rows, drafts, ends, uniforms, row=ROW, **options):

@@ -18,14 +18,10 @@ from specvis_kernels import (
     verify_tree,
 )
 from tests import cases
-from tests.cases import DEVICE, links
+from tests.cases import DEVICE, links, tensor
 
 NAN, INF = math.nan, math.inf
 ROW = [8, 4, 2, 2]  # proportions of the four tokens
-
-
-def tensor(values, dtype=torch.float32):
-    return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
 def verify(backend, rows, tokens, parents, uniforms, *, max_depth=None, neighbors=None, draft=None, draft_row=None,

@@ -13,14 +13,10 @@ import pytest
 import torch
 
 from specvis_kernels import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE, verify_tree
-from tests.cases import DEVICE, links
+from tests.cases import links, tensor
 
 NAN, INF = float("nan"), float("inf")
 ROOT = Path(__file__).parent.parent.parent
-
-
-def tensor(values, dtype=torch.float32):
-    return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
 def verify(backend, rows, tokens, parents, uniforms, *, max_depth=None, draft=None, draft_row=None, neighbors=None,

@@ -28,10 +28,8 @@ def test_greedy_by_hand(backend, row, tokens, neighbors, delta, accepted_nodes, 
     assert got == (accepted_nodes, token, tv_excess, 0)
 
 
-def test_a_tie_over_blocks_goes_to_the_lowest_id(backend, monkeypatch):
-    if backend == "triton":
-        from specvis_kernels.triton import _rows
-        monkeypatch.setitem(_rows.MAX_BLOCK, "V", 2)
+def test_a_tie_over_blocks_goes_to_the_lowest_id(backend, triton_takes):
+    triton_takes(V=2)
     row = [0.0, 0.25, 0.0, 0.25, 0.25, 0.25]
     for token in range(6):
         got = verify(backend, [row], [9, token], [-1, 0], [0.0, 0.0], greedy=True)

@@ -124,11 +124,9 @@ def test_protected_neighbors_are_protected_once(backend):
     assert verify(backend, [ROW], uniforms=[0.0, 0.5, 0.81], **tree)[:2] == ([], 3)
 
 
-def test_an_id_listed_twice_is_removed_once(backend, monkeypatch):
+def test_an_id_listed_twice_is_removed_once(backend, triton_takes):
     """Out of the contract, but equal on all backends: its mass counts twice in the relaxed mass."""
-    if backend == "triton":
-        from specvis_kernels.triton import _rows
-        monkeypatch.setitem(_rows.MAX_BLOCK, "k", 1)
+    triton_takes(k=1)
     tree = dict(tokens=[9, 2], parents=[-1, 0], neighbors=[[1, 2], [0, 2], [3, 3], [2, 1]], delta=0.25)
     assert verify(backend, [ROW], uniforms=[0.0, 0.374], **tree)[0] == [1]
     # relaxed: 4 2 0 0 (of 8) remains

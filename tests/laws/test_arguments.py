@@ -150,6 +150,7 @@ def test_seeds_of_either_dtype_or_integers():
     seeds, positions = torch.tensor([3, -4]), torch.tensor([[0, -1], [5, 2**31 - 1]])
     words = philox_words(seeds, positions, 5, 2)
     assert torch.equal(words, philox_words(seeds.int(), positions.int(), 5, 2))
+    assert torch.equal(words, philox_words(seeds, positions & (2**32 - 1), 5, 2))
     assert torch.equal(words, philox_words((3, -4), positions, 5, 2))
     assert torch.equal(words[1:], philox_words(-4, positions[1:], 5, 2))
     assert torch.equal(philox_uniforms([3, -4], 2, 5, stream=2), philox_uniforms(seeds, 2, 5, stream=2))
