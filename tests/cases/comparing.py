@@ -39,10 +39,8 @@ def by_name(op, args, kwargs):
 
 
 def run(op, args, kwargs, backend=None, function=None, check=True):
-    """The op's outputs as a tuple, then the arguments that it writes to. Asserts that it wrote to no other input.
-
-    It writes to copies. `function` may stand for the op. Without `check` tensors need no values.
-    """
+    """The op's outputs as a tuple, then the arguments that it writes to. Asserts that it wrote to no other input. It
+    writes to copies. `function` may stand for the op. Without `check` tensors need no values."""
     written, others = by_name(op, args, kwargs)
     written = tree_map_only(torch.Tensor, torch.clone, written)
     before = [a.clone() for a in tensors_of(others)] if check else []

@@ -28,9 +28,8 @@ CASES["guided_probs"] = [
 
 
 def guided_probs(B, N, V, dtype=torch.float32, uncond=True, settings=None, ranges="all", filters="k_then_p"):
-    """`settings`: (guidance, temperature, top_k, top_p) of the requests, repeated. `ranges`: "all": one range for
-    all rows; "each": each row's own, some of them invalid; None: all ids.
-    """
+    """`settings`: (guidance, temperature, top_k, top_p) of the requests, repeated. `ranges`: "all": one range for all
+    rows; "each": each row's own, some of them invalid; None: all ids."""
     settings = settings or [(3.5, 1.0, V // 2, 0.8), (1.0, 0.0, 0, 0.9), (0.5, 0.5, 5, 1.0)]
     g = torch.Generator().manual_seed(B + N + V)
 

@@ -211,8 +211,7 @@ def verify_logits(B, N, V, max_depth, options=None):
 
 def likeliest_paths(probs, max_depth, branch):
     """tokens and parents (B, N) of the N - 1 likeliest paths down to max_depth, if node n's children are drawn from its
-    row of probs (B, N, V), at most `branch` of them. Parents come before children, likelier siblings before others.
-    """
+    row of probs (B, N, V), at most `branch` of them. Parents come before children, likelier siblings before others."""
     N, best = probs.shape[1], probs.topk(branch)
     trees = []
     for row_probs, row_tokens in zip(best.values.tolist(), best.indices.tolist()):

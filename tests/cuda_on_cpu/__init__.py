@@ -27,10 +27,8 @@ def newer(file: Path, others) -> bool:
 
 
 def build(sources, library: Path, *flags: str, races: bool = False, others=()) -> Path:
-    """Compile what changed since the last time, and link it with other objects. Raises CalledProcessError.
-
-    With `races` the kernels tell races.cpp what they access, see there.
-    """
+    """Compile what changed since the last time, and link it with other objects. Raises CalledProcessError. With `races`
+    the kernels tell races.cpp what they access, see there."""
     if races:
         sources = [*sources, HERE / "races.cpp"]
     if any(source.suffix == ".cu" for source in sources):

@@ -117,8 +117,7 @@ SIMULATED = [
 @pytest.mark.parametrize("schedule, cutoff, residual", SIMULATED)
 def test_verify_tree_is_what_is_enumerated(backend, schedule, cutoff, residual):
     """Chains drawn from Q: the length of eq. (3), the bound of eq. (4) and the law of the first token after the root,
-    all within 4 standard errors. Draft n is node n, so its rows are at node n - 1.
-    """
+    all within 4 standard errors. Draft n is node n, so its rows are at node n - 1."""
     P, Q = chain(7)
     g = torch.Generator().manual_seed(1)
     tokens, target, draft = torch.zeros(DRAWS, 1, dtype=torch.int64), [], []

@@ -237,10 +237,8 @@ STEPS = ["jacobi:window=5", "jacobi:window=5:seed_exact=false", "jacobi:window=5
 @pytest.mark.parametrize("name", STEPS)
 @torch.inference_mode()
 def test_all_steps_ask_a_gpu_for_the_same(tiny, monkeypatch, host_reads, name, temperature):
-    """Under fake tensors: no value can be read, nothing on the CPU takes part, and the host hands nothing over.
-
-    The device is called meta here: without a GPU, PyTorch does not index a fake tensor on one.
-    """
+    """Under fake tensors: no value can be read, nothing on the CPU takes part, and the host hands nothing over. The
+    device is called meta here: without a GPU, PyTorch does not index a fake tensor on one."""
     state = state_before(tiny, name, monkeypatch, temperature=temperature)
     with FakeTensorMode():
         fake = with_tensors(state, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"),

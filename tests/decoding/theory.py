@@ -54,11 +54,9 @@ def neighborhood(table: Tensor, delta: float, cutoff: str = "tvd") -> Accept:
 
 
 def relaxed_residual(table: Tensor, delta: float, cutoff: str = "tvd") -> Residual:
-    """norm([P' - Q]+), LANTERN's eq. (3): P' is P with the admitted neighbors' mass moved onto the rejected token.
-
-    It brings a level as near as eq. (5)'s G* does: a rejected x is resampled to at most the share (Q - rho)(x) /
-    sum [P' - Q]+ of [P - Q]+, and these shares add to at most 1, so no token gets more than P.
-    """
+    """norm([P' - Q]+), LANTERN's eq. (3): P' is P with the admitted neighbors' mass moved onto the rejected token. It
+    brings a level as near as eq. (5)'s G* does: a rejected x is resampled to at most the share (Q - rho)(x) / sum [P' -
+    Q]+ of [P - Q]+, and these shares add to at most 1, so no token gets more than P."""
     def residual(P: Tensor, Q: Tensor, f: Tensor) -> Tensor:
         lends, relaxed_mass = _lent(P, table, delta, cutoff)
         V = P.shape[-1]

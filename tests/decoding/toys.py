@@ -42,10 +42,8 @@ class Perfect(nn.Module):
 
 class Toy(MAR):
     """z is the condition, plus `coupling` times the sum of the known tokens, plus a number for the position.
-
     `num_known` collects the number of known tokens of each row of each forward. A row of class 2 that knows `breaks`
-    tokens or more gives NaN.
-    """
+    tokens or more gives NaN."""
 
     def __init__(self, sigma, shift=0.0, coupling=0.8, var_values=0.6, tokens=3, channels=1, breaks=math.inf):
         super().__init__(MARConfig(channels, 1, 0, 0, 1, 0, tokens=tokens, channels=channels, buffer=1, classes=3,

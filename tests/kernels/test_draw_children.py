@@ -139,11 +139,9 @@ def test_children_that_stand_close_together(backend, V, K):
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b in backends("verify_tree", DEVICE)])
 def test_children_that_are_not_there_leave_verification_exact(backend):
-    """P is a quarter each, Q half of tokens 1 and 2: of three children the third, token 0, does not exist.
-
-    A child is accepted with probability (1/4) / (1/2), the other one, with Q = 1 and nothing left of P, never;
-    then tokens 0 and 3 are equally likely.
-    """
+    """P is a quarter each, Q half of tokens 1 and 2: of three children the third, token 0, does not exist. A child is
+    accepted with probability (1/4) / (1/2), the other one, with Q = 1 and nothing left of P, never; then tokens 0 and 3
+    are equally likely."""
     first, accept, end = torch.cartesian_prod(*[torch.tensor([0.25, 0.75])] * 3).to(DEVICE).unbind(1)
     B, low = len(first), torch.full_like(first, 0.25)
     draft = torch.tensor([0.0, 0.5, 0.5, 0.0], device=DEVICE).expand(B, 1, -1)
@@ -231,9 +229,7 @@ def test_the_first_child_is_what_the_target_draws(backend, triton_takes):
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b in ("oracle", DEVICE)])
 def test_with_noise_every_order_has_its_probability(backend):
     """Chi-square over seeds and positions. Rows of another law, and children that are drawn in another order, fail.
-
-    Emulated and interpreted kernels take minutes for this many rows; they give the oracle's children, bit for bit.
-    """
+    Emulated and interpreted kernels take minutes for this many rows; they give the oracle's children, bit for bit."""
     masses, K, n = [1, 4, 0, 2, 1], 3, 200 * 200
     row = (torch.tensor(masses) / sum(masses)).expand(200, 200, -1)
     tokens = noisy_draws(backend, row, torch.arange(200), torch.arange(200).expand(200, 200), K).tokens

@@ -30,10 +30,8 @@ def test_the_root_by_hand(backend):
 
 
 def test_two_nodes_by_hand(backend):
-    """Children 0..2 are of node 0, 3..5 of node 1; scores are ln of 1/2, 1/4, 1/8 and 3/8, 1/8, nothing.
-
-    The next level is 1/2, 3/8, 1/4.
-    """
+    """Children 0..2 are of node 0, 3..5 of node 1; scores are ln of 1/2, 1/4, 1/8 and 3/8, 1/8, nothing. The next level
+    is 1/2, 3/8, 1/4."""
     tokens, scores, frontier, status = one_level(
         [[1/2, 1/4, 1/8, 1/8], [0, 0, 1/4, 3/4]], [0.0, log(1/2)], backend=backend)
     assert tokens == [[0, 1, 2], [3, 2, 0]]
@@ -134,10 +132,8 @@ def test_the_best_may_stand_anywhere(backend, V, max_chunks, triton_takes):
 @pytest.mark.parametrize("backend", [b for b in backends("expand_tree", DEVICE) if b != "triton"])
 @pytest.mark.parametrize("V, ties", [(600, 512), (600, 513), (2100, 560)])
 def test_many_children_of_one_probability(backend, V, ties):
-    """As many children as a block of the CUDA kernel ranks at once, one more, and its last threads.
-
-    (Slow in Triton.)
-    """
+    """As many children as a block of the CUDA kernel ranks at once, one more, and its last threads. (Slow in
+    Triton.)"""
     row = [0.0] * (V - ties) + [2.0**-10] * ties
     tokens, scores, frontier, status = one_level([row], width=V, K=V, backend=backend)
     assert tokens == [[*range(V - ties, V), *[0] * (V - ties)]] and status == [0]

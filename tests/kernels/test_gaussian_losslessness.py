@@ -45,10 +45,8 @@ def call(op, *args, **kwargs):
 
 
 def one_step(target, draft, g, n=SAMPLES, M=64, S=0.0, still=0, **options):
-    """Samples (n, C) of one denoising step and the acceptance rate of its drafts; target, draft: (means, sigmas).
-
-    The last `still` channels do not move: neither the draft's noise nor the new tokens'.
-    """
+    """Samples (n, C) of one denoising step and the acceptance rate of its drafts; target, draft: (means, sigmas). The
+    last `still` channels do not move: neither the draft's noise nor the new tokens'."""
     (mp, sp), (mq, sq) = target, draft
     C = len(mp)
     moves = (torch.arange(C) < C - still).float()
@@ -104,10 +102,8 @@ def test_one_step_in_three_dimensions():
 
 @pytest.mark.parametrize("variant, exact", [("paper", True), ("released", False)])
 def test_the_sign_of_the_earlier_steps(variant, exact):
-    """A second channel does not move: its earlier steps' sigmas subtract from log r what its last step's add.
-
-    With the paper's sign one exact step of the first channel remains; with the release's sign it is off by twice S.
-    """
+    """A second channel does not move: its earlier steps' sigmas subtract from log r what its last step's add. With the
+    paper's sign one exact step of the first channel remains; with the release's sign it is off by twice S."""
     g = torch.Generator().manual_seed(3)
     x, _ = one_step(([0.0, 0.0], [1.0, 1.0]), ([0.5, 0.0], [1.0, 1.5]), g, S=-math.log(1.5), still=1, variant=variant)
     if exact:

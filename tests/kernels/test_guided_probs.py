@@ -249,10 +249,8 @@ def test_a_near_tie_of_top_p_is_decided_alike(backend):
 
 @pytest.mark.parametrize("units, num_kept", [(65536, 1), (65537, 2)])
 def test_top_p_counts_exactly(backend, units, num_kept):
-    """In units of 2**-40 the best token has mass 2**40, and top_p of all 2**40 - 0.004 or 2**40 + 0.996.
-
-    Taken in float32 or rounded to whole units any other way, one of them is on the wrong side of 2**40.
-    """
+    """In units of 2**-40 the best token has mass 2**40, and top_p of all 2**40 - 0.004 or 2**40 + 0.996. Taken in
+    float32 or rounded to whole units any other way, one of them is on the wrong side of 2**40."""
     probs, _ = one_row([0.0, math.log(units + 0.5) - 40 * math.log(2)], top_p=1 - 2**-24, backend=backend)
     assert sum(p > 0 for p in probs) == num_kept
 

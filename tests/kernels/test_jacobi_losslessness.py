@@ -78,11 +78,9 @@ class Step:
 
 
 def decode(step, length, hands_over=lambda new_row, old_row: new_row):
-    """The law of the emitted sequence, the expected sum of tv_excess over all tests, and the mean of the forwards.
-
-    A state is the emitted tokens, the guesses after them, and the rows that they were drawn from. A forward over the
-    guesses gives each position its new row. `hands_over` says which row a position keeps until the next forward.
-    """
+    """The law of the emitted sequence, the expected sum of tv_excess over all tests, and the mean of the forwards. A
+    state is the emitted tokens, the guesses after them, and the rows that they were drawn from. A forward over the
+    guesses gives each position its new row. `hands_over` says which row a position keeps until the next forward."""
     states, law, tv_excess, forwards = defaultdict(F), defaultdict(F), F(0), F(0)
     for guesses in itertools.product(range(V), repeat=WINDOW):
         first = row_after(())

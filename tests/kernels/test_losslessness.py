@@ -309,10 +309,8 @@ def histogram(pairs, R, V):
     (1, True, None), (2, True, None), (4, True, None), (2, False, None), (4, False, None), (4, True, 0.7),
 ])
 def test_random_trees_by_chi_square(siblings, sampled, omega):
-    """A Markov chain over 8 tokens and trees of depth 2, drawn anew each time: both tokens follow the chain.
-
-    The draft is a chain of its own. Point masses are the draft's most probable tokens.
-    """
+    """A Markov chain over 8 tokens and trees of depth 2, drawn anew each time: both tokens follow the chain. The draft
+    is a chain of its own. Point masses are the draft's most probable tokens."""
     V, m, g = 8, siblings, torch.Generator().manual_seed(siblings + 10 * sampled)
     target, draft = ((torch.randn(V, V, generator=g) * 1.2).softmax(-1) for _ in range(2))
     N = 1 + m + m * 2                              # the root's m children, then 2 of each

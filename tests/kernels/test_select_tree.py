@@ -127,9 +127,7 @@ def test_a_kept_nodes_parent_is_kept(backend, M, N):
 
 def eagle_2(distribution, root, K, depth, N):
     """EAGLE-2's tree as tokens and parents: grow `depth` levels, K best nodes at each, then rerank them all.
-
-    `distribution(path)` lists the probabilities after a path's tokens; a candidate is a path and its score.
-    """
+    `distribution(path)` lists the probabilities after a path's tokens; a candidate is a path and its score."""
     frontier, candidates = [((), np.float32(0))], []
     for _ in range(depth):
         level = []

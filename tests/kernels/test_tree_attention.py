@@ -43,10 +43,8 @@ def by_hand(q, k, v, lengths, ancestors, key_mask=None, scale=None):
 
 @each_backend
 def test_numbers_by_hand(backend):
-    """Weights of 1 and e: a score is 0 or 1. A cached column, a root with two children, one of which has a child.
-
-    The values are 1, 10, 100, 1000, 10000.
-    """
+    """Weights of 1 and e: a score is 0 or 1. A cached column, a root with two children, one of which has a child. The
+    values are 1, 10, 100, 1000, 10000."""
     k, v = torch.zeros(1, 5, 1, 32, device=DEVICE), torch.zeros(1, 5, 1, 32, device=DEVICE)
     k[0, 2, 0, 3] = 0.5
     v[0, :, 0] = (10.0 ** torch.arange(5, device=DEVICE))[:, None]
@@ -148,10 +146,8 @@ def test_large_scores_do_not_overflow(backend):
 @pytest.mark.parametrize("D, G", [(32, 1), (48, 1), (64, 1), (100, 2), (128, 1)])
 @pytest.mark.parametrize("length", [0, 3, 64, 100])
 def test_bits_depend_on_what_a_query_sees_alone(length, D, G, dtype):
-    """A chain read one by one, as the cache grows; read at once; within a tree with siblings; in parts.
-
-    And after a condition's padding of any width.
-    """
+    """A chain read one by one, as the cache grows; read at once; within a tree with siblings; in parts. And after a
+    condition's padding of any width."""
     N, H = 19, 2 * G
     q, cache = random(2, N, H, D, dtype=dtype, seed=1), random(2, length + 3 * N, 2, 2, D, dtype=dtype)
     k, v = cache.unbind(2)

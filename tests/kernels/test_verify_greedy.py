@@ -10,10 +10,8 @@ BACKENDS = backends("verify_greedy", DEVICE)
 
 
 def walk(backend, target_tokens, tokens, first_child, next_sibling, max_depth):
-    """One request: its accepted nodes with the padding, how many they are, the next token, the status.
-
-    After it is another request, whose tokens are all wanted: a kernel that reads on finds them.
-    """
+    """One request: its accepted nodes with the padding, how many they are, the next token, the status. After it is
+    another request, whose tokens are all wanted: a kernel that reads on finds them."""
     wanted, none = [target_tokens[0]] * len(tokens), [-1] * len(tokens)
     ids = (torch.tensor(rows, device=DEVICE) for rows in ([target_tokens, wanted], [tokens, wanted]))
     tree = (torch.tensor([row, none], dtype=torch.int32, device=DEVICE) for row in (first_child, next_sibling))

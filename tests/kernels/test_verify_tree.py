@@ -105,9 +105,8 @@ def test_one_sampled_child(backend, uniforms, accepted_nodes, token):
 
 @pytest.mark.parametrize("V", [31, 32, 33, 64, 2560])
 def test_every_length_of_row(backend, V):
-    """Tokens 0 and V - 1 have 1/2. The draft 1/4 1/4 1/2 0 .. gave token 2, which has nothing: 1/4 and 1/2
-    are left. Token 0 of the rest of the draft is accepted iff u / 2 < 1/3; otherwise the last one remains.
-    """
+    """Tokens 0 and V - 1 have 1/2. The draft 1/4 1/4 1/2 0 .. gave token 2, which has nothing: 1/4 and 1/2 are left.
+    Token 0 of the rest of the draft is accepted iff u / 2 < 1/3; otherwise the last one remains."""
     tree = dict(tokens=[9, 2, 0], parents=[-1, 0, 0], draft=[[0.25, 0.25, 0.5] + [0.0] * (V - 3)])
     row = [0.5] + [0.0] * (V - 2) + [0.5]
     assert verify(backend, [row], uniforms=[0.0, 0.0, 0.66], **tree)[0] == [2]
@@ -190,11 +189,9 @@ def test_omega_goes_by_depth(backend):
 
 
 def test_two_sampled_children_below_omega_1(backend):
-    """Omega 1/2. Token 1 of the draft 4 8 4 0 (of 16), rejected, leaves 4 2 1 2 of 9, as above.
-
-    Token 0 of the rest of the draft, 1/2 0 1/2 0, is then accepted iff u / 2 < 4/9 / 2. Otherwise, in
-    eighteenths, 8 4 2 4 less 9 0 9 0 against half of it, 4 2 1 2, leaves 4 4 1 4.
-    """
+    """Omega 1/2. Token 1 of the draft 4 8 4 0 (of 16), rejected, leaves 4 2 1 2 of 9, as above. Token 0 of the rest of
+    the draft, 1/2 0 1/2 0, is then accepted iff u / 2 < 4/9 / 2. Otherwise, in eighteenths, 8 4 2 4 less 9 0 9 0
+    against half of it, 4 2 1 2, leaves 4 4 1 4."""
     tree = dict(tokens=[9, 1, 0], parents=[-1, 0, 0], omega=[0.5, 0.5], draft=[[0.25, 0.5, 0.25, 0.0]])
     assert verify(backend, [ROW], uniforms=[0.0, 0.25, 0.44], **tree)[0] == [2]
     for cell, token in enumerate([0, 0, 0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 3]):

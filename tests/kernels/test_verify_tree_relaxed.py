@@ -99,10 +99,8 @@ def test_residuals_of_a_sampled_child(backend, residual, neighbors, masses):
 
 
 def test_relaxed_below_omega_1_leaves_of_the_child_what_was_moved_to_it(backend):
-    """Omega 1/2: token 2, 2/16 and neighbor 3's 2/16, against 3/16 drafted, is accepted iff 3 u / 16 < 2/16.
-
-    Otherwise 8 4 4 0 less 4 8 3 1 (of 16) leaves 4 0 1 0.
-    """
+    """Omega 1/2: token 2, 2/16 and neighbor 3's 2/16, against 3/16 drafted, is accepted iff 3 u / 16 < 2/16. Otherwise
+    8 4 4 0 less 4 8 3 1 (of 16) leaves 4 0 1 0."""
     tree = dict(tokens=[9, 2], parents=[-1, 0], neighbors=TABLE, delta=0.125, residual="relaxed", omega=[0.5],
                 draft=[[0.25, 0.5, 0.1875, 0.0625]])
     assert verify(backend, [ROW], uniforms=[0.0, 0.66], **tree)[0] == [1]
@@ -111,13 +109,9 @@ def test_relaxed_below_omega_1_leaves_of_the_child_what_was_moved_to_it(backend)
 
 
 def test_protected_neighbors_are_protected_once(backend):
-    """Two siblings, `released`. The draft 2 2 4 0 (of 8) gave token 2, rejected: 4 2 1 1 less 2 - 4 - is
-    2 2 0 1.
-
-    Then the draft is 4 4 0 0 (of 8), protected neighbors and all, and token 1 has 2/5 of the rest. Its
-    neighbor 0 is too heavy to be kept: it is accepted iff u / 2 < 2/5. Otherwise 2/5 - 1/2, 2/5 - 1/2, 0, 1/5
-    leaves token 3.
-    """
+    """Two siblings, `released`. The draft 2 2 4 0 (of 8) gave token 2, rejected: 4 2 1 1 less 2 - 4 - is 2 2 0 1. Then
+    the draft is 4 4 0 0 (of 8), protected neighbors and all, and token 1 has 2/5 of the rest. Its neighbor 0 is too
+    heavy to be kept: it is accepted iff u / 2 < 2/5. Otherwise 2/5 - 1/2, 2/5 - 1/2, 0, 1/5 leaves token 3."""
     tree = dict(tokens=[9, 2, 1], parents=[-1, 0, 0], neighbors=[[1, 2], [0, 2], [3, 1], [2, 1]], delta=0.125,
                 residual="released", draft=[[0.25, 0.25, 0.5, 0.0]])
     assert verify(backend, [ROW], uniforms=[0.0, 0.5, 0.79], **tree)[0] == [2]
@@ -152,9 +146,8 @@ def test_neighbors_never_lend_more_than_there_is(backend, cutoff):
 
 
 def test_a_token_that_is_its_own_neighbor_keeps_what_was_moved_to_it(backend):
-    """Out of the contract, but equal on all backends. Omega 1/2: token 2 has 1/8 and moves its own and 3's 1/8
-    to itself, 3/8, against 2/8 drafted: accepted iff u * 2 < 3 / 2. Otherwise 4 2 3 0 less 4 2 2 0 leaves it.
-    """
+    """Out of the contract, but equal on all backends. Omega 1/2: token 2 has 1/8 and moves its own and 3's 1/8 to
+    itself, 3/8, against 2/8 drafted: accepted iff u * 2 < 3 / 2. Otherwise 4 2 3 0 less 4 2 2 0 leaves it."""
     tree = dict(tokens=[9, 2], parents=[-1, 0], neighbors=[[1, 2], [0, 2], [2, 3], [2, 1]], delta=0.25,
                 omega=[0.5], residual="relaxed", draft=[[0.5, 0.25, 0.25, 0.0]])
     assert verify(backend, [ROW], uniforms=[0.0, 0.749], **tree)[0] == [1]

@@ -13,10 +13,8 @@ from specvis.models.llamagen import GPT, text_config
 
 
 class Launches(TorchDispatchMode):
-    """Keeps the names of the operations that launch a kernel: they write to an argument or to new memory.
-
-    To be used in inference mode: there one call of PyTorch's is one operation. On a GPU most of these are one kernel.
-    """
+    """Keeps the names of the operations that launch a kernel: they write to an argument or to new memory. To be used in
+    inference mode: there one call of PyTorch's is one operation. On a GPU most of these are one kernel."""
 
     def __init__(self):
         super().__init__()
@@ -33,10 +31,8 @@ class Launches(TorchDispatchMode):
 
 @torch.inference_mode()
 def launches_of_forward(gpt: GPT, num_nodes: int) -> Counter:
-    """How often a forward over a tree launches which operation, for one request with guidance.
-
-    `tree_attention` counts twice: if there are as few rows and heads as here, a second kernel merges.
-    """
+    """How often a forward over a tree launches which operation, for one request with guidance. `tree_attention` counts
+    twice: if there are as few rows and heads as here, a second kernel merges."""
     cache, integers = gpt.new_cache(2, gpt.prefix_len + gpt.config.tokens + num_nodes), {"dtype": torch.int64}
     nodes = Nodes(torch.empty(1, num_nodes, **integers), torch.empty(1, **integers),
                   torch.empty(1, num_nodes, 1, **integers), torch.empty(2, gpt.prefix_len, dtype=torch.bool), 700)

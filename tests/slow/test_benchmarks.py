@@ -9,10 +9,8 @@ from tests.test_benchmarks import both
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_verify_logits_is_timed_where_it_visits_three_rows_or_more(batch):
-    """It visits three rows or more of a request on average.
-
-    The trees hold the likeliest paths of the target's own rows.
-    """
+    """It visits three rows or more of a request on average. The trees hold the likeliest paths of the target's own
+    rows."""
     sizes = [case for case in ops.ROWS["verify_logits"][0] if case[0] == batch]
     assert sizes
     for case in sizes:

@@ -83,10 +83,8 @@ def children_of(Q, n, siblings, g):
 
 
 def rows(peaked, g):
-    """P and Q, float32: of 3 nats, which the shipped model has on average, or nearly flat, of 9.
-
-    Q is 0.1 to 0.2 away.
-    """
+    """P and Q, float32: of 3 nats, which the shipped model has on average, or nearly flat, of 9. Q is 0.1 to 0.2
+    away."""
     logits = torch.randn(V, generator=g, dtype=torch.float64) * (5 if peaked else 1)
     draft = logits * 0.9 + torch.randn(V, generator=g, dtype=torch.float64) * 0.4
     return logits.softmax(0).float(), draft.softmax(0).float()

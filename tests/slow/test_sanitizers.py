@@ -25,10 +25,8 @@ OF_VERIFY_TREE = tuple(f"tests/kernels/test_verify_tree_{part}.py" for part in (
 @pytest.mark.parametrize("tests", [OF_EVERY_OP, OF_ITS_OWN + OF_VERIFY_TREE], ids=["of every op", "of its own"])
 @pytest.mark.skipif(DEVICE != "cpu", reason="the emulation is for machines without a GPU")
 def test_the_sanitizers_find_nothing(tests):
-    """This runs every test of an op.
-
-    With -s, because pytest would lose a sanitizer's report when it ends the process.
-    """
+    """This runs every test of an op. With -s, because pytest would lose a sanitizer's report when it ends the
+    process."""
     run = sanitized("-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", *tests,
                     "-k", "(cuda_emulated or oracle) and not triton")
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout

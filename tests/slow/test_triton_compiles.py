@@ -136,10 +136,8 @@ CHANGING = {
 
 
 def at_odd_addresses(value):
-    """Move tensors that in decoding are a part of a larger one and start anywhere.
-
-    Rows of V numbers and heads are whole.
-    """
+    """Move tensors that in decoding are a part of a larger one and start anywhere. Rows of V numbers and heads are
+    whole."""
     if not isinstance(value, torch.Tensor) or value.ndim > 3 or value.shape[-1:] == (V,):
         return value
     return torch.cat([value.new_zeros(1), value.flatten()])[1:].view(value.shape)
