@@ -37,9 +37,6 @@ def defined_in_setup(monkeypatch) -> dict:
     return runpy.run_path("setup.py")
 
 
-NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-
-
 def cuda_build() -> Path:
     """The folder of the objects that the CUDA library is made of. Skips the test where there is no such library; an old
     one is an error."""

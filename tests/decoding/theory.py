@@ -18,9 +18,7 @@ def total_variation(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).abs().sum() / 2
 
 
-def vanilla(P: Tensor, Q: Tensor) -> Tensor:
-    """min(1, P / Q), the strict rule that eq. (6)'s residual belongs to."""
-    return accept_prob(P, Q)
+vanilla = accept_prob  # min(1, P / Q), the strict rule that eq. (6)'s residual belongs to
 
 
 def point_mass(P: Tensor, Q: Tensor) -> Tensor:
@@ -35,10 +33,8 @@ def _lent(P: Tensor, table: Tensor, delta: float, cutoff: str) -> tuple[Tensor, 
     if cutoff == "jsd":
         whole, h = r + S, torch.where(r + S > 0, r + S / 2, 1.0)
         fits = (S * math.log(2) + torch.xlogy(r, r / h) + torch.xlogy(whole, whole / h)) / 2 <= delta
-    elif cutoff in ("tvd", "ratio"):
-        fits = S <= (delta * r if cutoff == "ratio" else delta)
     else:
-        raise ValueError(f"cutoff must be one of tvd, ratio, jsd, got {cutoff!r}")
+        fits = S <= {"tvd": delta, "ratio": delta * r}[cutoff]
     return fits, P + (near * fits).sum(-1)  # a prefix: no cutoff lets a larger S in
 
 
@@ -46,9 +42,6 @@ def neighborhood(table: Tensor, delta: float, cutoff: str = "tvd") -> Accept:
     """min(1, rho / Q), LANTERN's f, which Proposition 1 is about: rho is P with the neighbors that the cutoff admits.
 
     table: (V, k) int64, nearest first. Cutoffs and deltas are as in `specvis_kernels.neighborhood_sum`.
-
-    Raises (when called):
-        ValueError: an unknown cutoff
     """
     return lambda P, Q: accept_prob(_lent(P, table, delta, cutoff)[1], Q)
 
@@ -70,8 +63,6 @@ def relaxed_residual(table: Tensor, delta: float, cutoff: str = "tvd") -> Residu
 def _levels(P: Sequence[Tensor], Q: Sequence[Tensor],
             accepts: Sequence[Accept]) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """For each level i the probability that its prefix was drafted and accepted (V,) * (i - 1), P, Q and f."""
-    if not len(accepts) <= min(len(P), len(Q)):
-        raise ValueError(f"{len(accepts)} acceptance functions need as many tables, got {len(P)} and {len(Q)}")
     reach_prob = torch.ones((), dtype=torch.float64)
     for p, q, accept in zip(P, Q, accepts):
         f = accept(p, q)
@@ -80,11 +71,7 @@ def _levels(P: Sequence[Tensor], Q: Sequence[Tensor],
 
 
 def expected_length(P: Sequence[Tensor], Q: Sequence[Tensor], accepts: Sequence[Accept]) -> float:
-    """sum_i E_Q[f_1 .. f_i], the expected number of accepted drafts of a step, eq. (3); a token more is emitted.
-
-    Raises:
-        ValueError: fewer tables than acceptance functions
-    """
+    """sum_i E_Q[f_1 .. f_i], the expected number of accepted drafts of a step, eq. (3); a token more is emitted."""
     return sum((reach_prob * (q * f).sum(-1)).sum().item() for reach_prob, p, q, f in _levels(P, Q, accepts))
 
 
@@ -93,9 +80,6 @@ def tv_bound(P: Sequence[Tensor], Q: Sequence[Tensor], accepts: Sequence[Accept]
     """sum_i E_Q[f_1 .. f_(i-1) TV(level_law_i, P_i)], eq. (4): no less than a step's TV from the target.
 
     For f >= vanilla and the optimal residual it is expected_length - sum_i E_Q[f_1 .. f_(i-1) sum min(P_i, Q_i)].
-
-    Raises:
-        ValueError: fewer tables than acceptance functions
     """
     return sum((reach_prob * level_tv(p, q, f, residual(p, q, f))).sum().item()
                for reach_prob, p, q, f in _levels(P, Q, accepts))
@@ -108,13 +92,8 @@ def output_law(P: Sequence[Tensor], Q: Sequence[Tensor], accepts: Sequence[Accep
     After the first step the target goes on by itself (what eq. (4) is about), or with `again` further steps, each from
     accepts[0], and the bound is the sum of eq. (4) over steps, each weighted by its probability. No draft stands for
     the last token.
-
-    Raises:
-        ValueError: fewer than T - 1 tables of the draft
     """
     T, V = len(P), P[0].shape[-1]
-    if len(Q) < T - 1:
-        raise ValueError(f"{T} tokens need {T - 1} tables of the draft, got {len(Q)}")
     begun = [torch.zeros((V,) * t, dtype=torch.float64) for t in range(T + 1)]  # a step begins after this prefix
     begun[0] += 1
     bound = 0.0

@@ -37,10 +37,6 @@ def of_three(op):
     return make(op, *case) if op in cases.UNBATCHED else make(op, 3, *case[1:])
 
 
-def permuted(arguments):
-    return tree_map_only(torch.Tensor, next_request, arguments)
-
-
 @pytest.mark.parametrize("op, backend", [(op, backend) for op, backend in EVERY if backend in ("oracle", "cpu")])
 def test_the_number_of_threads_is_all_the_same(op, backend):
     before = torch.get_num_threads()
@@ -126,7 +122,8 @@ def test_traced_by_make_fx_it_is_the_same(op):
         return run(op, args, kwargs, check=False)
 
     traced = make_fx(call)(*[leaves[i] for i in places])
-    args, kwargs = (args, kwargs) if op in cases.UNBATCHED else permuted((args, kwargs))
+    if op not in cases.UNBATCHED:
+        args, kwargs = tree_map_only(torch.Tensor, next_request, (args, kwargs))
     assert all_same(traced(*tensors_of((args, kwargs))), run(op, args, kwargs))
 
 

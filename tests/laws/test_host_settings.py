@@ -11,9 +11,10 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import specvis_kernels
-from specvis_kernels import backends, draw_tokens, swiglu
+from specvis_kernels import draw_tokens, swiglu
 from tests import cases
 from tests.cases.comparing import as_tuple, by_name, make, run, same, tensors_of
+from tests.laws.test_every_op import EVERY
 from tests.tiny import tiny_pair, tiny_pipeline
 
 
@@ -37,7 +38,6 @@ SETTINGS = {
     "inference mode": torch.inference_mode,
     "gradients": torch.enable_grad,
 }
-EVERY = [(op, backend) for op in cases.CASES for backend in backends(op, cases.DEVICE)]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

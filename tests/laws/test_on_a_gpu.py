@@ -20,7 +20,7 @@ from specvis.decoding.graphs import GRAPHS, CUDAGraphs
 from specvis.decoding.sampling import Sampling
 from specvis_kernels import backends
 from tests import cases
-from tests.cases.comparing import run, same, tensors_of
+from tests.cases.comparing import make, run, same, tensors_of
 from tests.decoding.pictures import PROMPTS
 from tests.decoding.test_step import METHODS, MORE, Recorded
 from tests.laws.test_every_op import TAKES_ROWS
@@ -32,10 +32,6 @@ KERNELS = [(op, backend) for op in cases.CASES for backend in backends(op, cases
 GRAPHED = KERNELS if ON_GPU else KERNELS + [(op, "cuda_emulated") for op in cases.CASES
                                            if "cuda_emulated" in backends(op)]
 SLEEP = 10**9  # cycles of a GPU: half a second, longer than a call of any op by one of many processes
-
-
-def make(op, case):
-    return getattr(cases, op)(*case)
 
 
 def sizes_of(op):
@@ -80,7 +76,7 @@ def test_a_graph_of_it_is_it(op, backend):
     """Also with other values in its memory. No launch is outside of the graph, and no number is frozen in it."""
     for case in sizes_of(op):
         B = 3 if op not in cases.UNBATCHED else case[0]
-        args, kwargs = make(op, (B, *case[1:]))
+        args, kwargs = make(op, B, *case[1:])
         replay = captured(lambda args=args, kwargs=kwargs: run(op, args, kwargs, backend, check=False))
         assert all_same(replay(), run(op, args, kwargs, backend))
         if op not in cases.UNBATCHED:
@@ -96,7 +92,7 @@ def test_it_runs_on_the_current_stream(op, backend):
     """The default stream is busy for long, and the inputs are written on the stream itself, just before the call."""
     stream = torch.cuda.Stream() if ON_GPU else None
     for case in sizes_of(op):
-        args, kwargs = make(op, case)
+        args, kwargs = make(op, *case)
         expected = [out.cpu() for out in run(op, args, kwargs, backend)]
         late = tree_map_only(torch.Tensor, torch.zeros_like, (args, kwargs))
         if ON_GPU:
@@ -115,7 +111,7 @@ def test_it_runs_on_the_current_stream(op, backend):
 @pytest.mark.parametrize("op, backend", KERNELS)
 def test_threads_of_the_host_may_call_it_at_once(op, backend):
     """Each with its own sizes, again and again. What a launch needs is set once for a device, or with the launch."""
-    jobs = [make(op, case) for case in (cases.CASES[op][1], cases.CASES[op][-1], *cases.LARGE.get(op, []))]
+    jobs = [make(op, *case) for case in (cases.CASES[op][1], cases.CASES[op][-1], *cases.LARGE.get(op, []))]
     expected = [run(op, *job, backend) for job in jobs]
     if ON_GPU:
         torch.cuda.synchronize()
@@ -136,7 +132,7 @@ def test_threads_of_the_host_may_call_it_at_once(op, backend):
 def test_it_runs_where_its_tensors_are(op, backend):
     """It runs on a device that is not the current one, after it ran on the current one."""
     for case in sizes_of(op):
-        args, kwargs = make(op, case)
+        args, kwargs = make(op, *case)
         expected = run(op, args, kwargs, backend)
         there = tree_map_only(torch.Tensor, lambda a: a.to("cuda:1"), (args, kwargs))
         got = run(op, *there, backend)
@@ -183,7 +179,7 @@ def main(ops):
             continue
         print(op, flush=True)
         for case in cases.CASES[op]:
-            args, kwargs = make(op, case)
+            args, kwargs = make(op, *case)
             run(op, args, kwargs, backend, check=False)
             if (op, backend) in TAKES_ROWS:
                 args[0].view(-1)[args[0].numel() // 2] = float("nan")

@@ -22,17 +22,13 @@ def no_warning():
         yield
 
 
-def is_mapped(dim):
-    return dim is not None
-
-
 def run_both(op, named, in_dims, layout=torch.clone):
     """The outputs and written arguments of vmap, and of a loop. In `named` dimension 0 is the mapped one.
 
     layout: makes the copies that vmap gets
     """
     function = getattr(specvis_kernels, op)
-    mapped = [name for name, dim in in_dims.items() if is_mapped(dim)]
+    mapped = [name for name, dim in in_dims.items() if dim is not None]
     others = {name: x for name, x in named.items() if name not in mapped}
     own = {name: tree_map(torch.clone, named[name]) for name in mapped}
     moved = {name: tree_map(lambda x, dim=in_dims[name]: layout(x.movedim(0, dim).contiguous()), named[name])
@@ -72,7 +68,7 @@ def test_equals_a_loop(op, case):
 def test_what_is_mapped_elsewhere_or_not_at_all(op):
     """Every other tensor is mapped in its last dimension, and each in turn is not mapped."""
     named, in_dims = stacked(op, cases.CASES[op][1])
-    names = [name for name, dim in in_dims.items() if is_mapped(dim)]
+    names = [name for name, dim in in_dims.items() if dim is not None]
     in_dims |= {name: named[name].ndim - 1 for name in names[::2]}
     for name in names[:4]:
         if len(names) > 1:
@@ -119,11 +115,8 @@ def test_vmap_of_vmap():
                        .tokens.view(2, 3, 1))
 
 
-def test_results_keep_their_names():
+def test_results_keep_their_names_and_a_batch_may_be_empty():
     assert torch.func.vmap(tree_links)(torch.tensor([[[-1, 0, 1]]], device=DEVICE)).depth.tolist() == [[[0, 1, 2]]]
-
-
-def test_an_empty_batch():
     out = torch.func.vmap(tree_links)(torch.zeros(S, 0, 4, dtype=torch.int32, device=DEVICE))
     assert out.depth.shape == (S, 0, 4) and out.status.shape == (S, 0)
 
