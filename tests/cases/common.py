@@ -4,6 +4,8 @@ from functools import lru_cache
 
 import torch
 
+from specvis_kernels import backends
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 COMPARED = Counter()  # backend -> tests passed
@@ -30,6 +32,11 @@ LARGE = {  # sizes that need other amounts of shared memory, or other numbers of
     "verify_tree": [(1, 4, 16384, 2), (3, 12, 20000, 3, {"num_draft_rows": 2})],
 }
 MAX_ROWS = 512   # are drawn; more rows repeat them
+
+
+def backends_but(op, *names):
+    """The op's backends here without these."""
+    return [name for name in backends(op, DEVICE) if name not in names]
 
 
 def tensor(values, dtype=torch.float32):

@@ -18,10 +18,6 @@ def fitted(name, **parameters):
     return method(name, **changed | parameters)
 
 
-def lantern(**parameters):
-    return fitted("lantern", **parameters)
-
-
 def eagle(pipeline, padding_mask):
     condition = pipeline.gpt.null_condition(len(padding_mask))
     return EagleDraftModel(pipeline.gpt, pipeline.eagle, *cfg_inputs(pipeline.gpt, condition, padding_mask))

@@ -9,16 +9,7 @@ from specvis.decoding import continuous_state, continuous_verify
 from specvis.decoding.continuous import continuous_decode, denoising_steps, mask_lengths, parallel_decode
 from specvis.decoding.continuous_state import ContinuousSampling, KnownTokens
 from specvis.decoding.methods import parse_method
-from specvis.decoding.sampling import (
-    ACCEPT,
-    FRESH,
-    NOISE,
-    ORDER,
-    RESAMPLE,
-    RESAMPLE_NOISE,
-    UNALIGNED,
-    philox_normals,
-)
+from specvis.decoding.sampling import ACCEPT, FRESH, NOISE, ORDER, RESAMPLE, RESAMPLE_NOISE, UNALIGNED, philox_normals
 from specvis_kernels import philox_uniforms
 from tests.decoding.toys import (
     ACCEPT_ABOVE,

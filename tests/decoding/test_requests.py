@@ -12,7 +12,7 @@ from specvis.decoding.requests import _is_causal
 from specvis.decoding.sampling import Sampling, cfg_inputs
 from specvis.decoding.speculative import speculative_decode
 from specvis.models.eagle import EagleHead
-from tests.decoding.pictures import PROMPTS, eagle, lantern
+from tests.decoding.pictures import PROMPTS, eagle, fitted
 
 
 @pytest.mark.parametrize("name", ["vanilla", "eagle2", "jacobi"])
@@ -44,7 +44,7 @@ def test_conditions_of_the_wrong_shape_are_refused(tiny):
             decode(tiny.gpt, c, mask, Sampling.of(list(range(seeds))))
     with pytest.raises(ValueError, match="table of C=.* rows and at least k=8 columns for lantern, got none"):
         speculative_decode(tiny.gpt, eagle(tiny, padding_mask), condition, padding_mask, Sampling.of([0] * 4),
-                           [lantern()] * 4)
+                           [fitted("lantern")] * 4)
 
 
 class Wrong:
@@ -132,7 +132,7 @@ def test_neighbors_on_another_device_are_refused(tiny):
     condition, padding_mask = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS)))
     with pytest.raises(ValueError, match="neighbors must be on cpu like the target, got meta"):
         speculative_decode(tiny.gpt, eagle(tiny, padding_mask), condition, padding_mask, Sampling.of([0] * 4),
-                           [lantern()] * 4, tiny.neighbors(8).to("meta"))
+                           [fitted("lantern")] * 4, tiny.neighbors(8).to("meta"))
 
 
 @pytest.mark.parametrize("prompts, seeds", [(1, 3), (2, 1), (0, 0)])
@@ -161,4 +161,4 @@ def test_a_method_for_each_prompt(tiny):
 
 def test_k_beyond_the_codebook_is_refused(tiny):
     with pytest.raises(ValueError, match=r"k must be within 1..63 \(the codebook has 64 codes\), got 64"):
-        tiny.tokens(PROMPTS, lantern(k=64), Sampling.of([0] * 4))
+        tiny.tokens(PROMPTS, fitted("lantern", k=64), Sampling.of([0] * 4))

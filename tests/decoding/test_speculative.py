@@ -19,18 +19,7 @@ from specvis.decoding.sampling import Sampling
 from specvis.decoding.speculative import speculative_decode
 from specvis.pipelines.positions import draw_margins
 from specvis_kernels import backends, philox_uniforms
-from tests.decoding.pictures import (
-    DYNAMIC,
-    FILTERED,
-    PROMPTS,
-    TREE,
-    UNFILTERED,
-    begun,
-    eagle,
-    far_from_target,
-    fitted,
-    lantern,
-)
+from tests.decoding.pictures import DYNAMIC, FILTERED, PROMPTS, TREE, UNFILTERED, begun, eagle, far_from_target, fitted
 
 LOSSLESS = [m.name for m in METHODS.values() if m.lossless and m.drafting != "none"]
 
@@ -208,13 +197,13 @@ def test_a_begun_image_keeps_what_was_known(tiny, name):
 def test_lantern_with_delta_0_is_eagle2(tiny):
     sampling = Sampling.of(list(range(4)))
     strict = tiny.tokens(PROMPTS, method("eagle2", seed_exact=False), sampling)
-    assert torch.equal(tiny.tokens(PROMPTS, lantern(delta=0.0), sampling).tokens, strict.tokens)
+    assert torch.equal(tiny.tokens(PROMPTS, fitted("lantern", delta=0.0), sampling).tokens, strict.tokens)
 
 
 def test_lantern_accepts_more_and_its_tv_excess_says_so(tiny):
     sampling = Sampling.of(list(range(64)))
     strict = tiny.tokens(PROMPTS * 16, METHODS["eagle2"], sampling)
-    relaxed = tiny.tokens(PROMPTS * 16, lantern(delta=0.4, k=20), sampling)
+    relaxed = tiny.tokens(PROMPTS * 16, fitted("lantern", delta=0.4, k=20), sampling)
     assert relaxed.target_forwards.sum() < strict.target_forwards.sum()
     assert (strict.tv_excess == 0).all() and (relaxed.tv_excess > 0).any()
 

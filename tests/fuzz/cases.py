@@ -13,15 +13,7 @@ from specvis_kernels.neighborhood_sum import CUTOFFS
 from specvis_kernels.tree_mask import FORMS
 from tests import cases
 from tests.fuzz.maker import FLOATS, REFUSED, ROWS, TURN, Maker
-from tests.fuzz.values import (
-    DELTAS,
-    GAUSSIAN,
-    INT32,
-    INT64,
-    NAN,
-    OMEGAS,
-    TEMPERATURES,
-)
+from tests.fuzz.values import DELTAS, GAUSSIAN, INT32, INT64, NAN, OMEGAS, TEMPERATURES
 
 MOST_SHOWN = 256       # elements of a tensor whose numbers are printed
 MOST_EMULATED = 2**16  # elements of a tensor: larger ones would take a minute with sanitizers

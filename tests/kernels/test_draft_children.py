@@ -4,10 +4,18 @@ import math
 import pytest
 import torch
 
-from specvis_kernels import INVALID_ROW, backends, draft_children, draw_children, draw_tokens, expand_tree, guided_probs
-from tests.cases import DEVICE
+from specvis_kernels import INVALID_ROW, draft_children, draw_children, draw_tokens, expand_tree, guided_probs
+from tests.cases import DEVICE, backends_but, tensor
 
 INF, NAN = math.inf, math.nan
+
+
+def draws(noise, B, F, K, uniform=0.5):
+    """Arguments by which K children are drawn: uniforms, all of them equal, or seeds and positions."""
+    if not noise:
+        return {"uniforms": torch.full((B, F, K), uniform, device=DEVICE)}
+    return {"uniforms": None, "seeds": tensor([5, -6][:B], torch.int64), "num_children": K,
+            "positions": torch.arange(B * F, device=DEVICE).view(B, F)}
 
 
 def settings(guidance=(1.0,), temperature=(1.0,), top_k=(0,), top_p=(1.0,)):
@@ -56,12 +64,9 @@ def test_fewer_finite_logits_than_top_k_keeps(backend, noise):
     """Only they can be drawn. The others tie at -inf with the padding of a row, which must not become candidates."""
     logits = torch.full((1, 40, 257), -INF, device=DEVICE)
     logits[..., [3, 100, 256]] = torch.tensor([0.0, 2.0, 1.0], device=DEVICE)
-    draws = {"uniforms": torch.full((1, 40, 4), 0.5, device=DEVICE)}
-    if noise:
-        draws = {"uniforms": None, "seeds": torch.tensor([1], device=DEVICE), "num_children": 4,
-                 "positions": torch.arange(40, device=DEVICE)[None]}
     for top_p in (1.0, 0.999999):
-        out = draft_children(logits, None, **draws, **settings(top_k=(200,), top_p=(top_p,)), backend=backend)
+        out = draft_children(logits, None, **draws(noise, 1, 40, 4), **settings(top_k=(200,), top_p=(top_p,)),
+                             backend=backend)
         assert not out.status.any() and not out.tokens[..., 3].any()
         assert out.tokens[..., :3].sort().values.equal(torch.tensor([3, 100, 256], device=DEVICE).expand(1, 40, 3))
 
@@ -81,11 +86,7 @@ def test_an_invalid_row(backend, bad, noise, temperature):
     """-INF: all of the row, which leaves no mass."""
     logits = torch.zeros(1, 3, 4, device=DEVICE)
     logits[0, 1] = bad
-    drawn_by = {"uniforms": torch.full((1, 3, 2), 0.5, device=DEVICE)}
-    if noise:
-        drawn_by = {"uniforms": None, "seeds": torch.tensor([3], device=DEVICE), "num_children": 2,
-                    "positions": torch.tensor([[7, 8, 9]], device=DEVICE)}
-    out = draft_children(logits, None, **drawn_by, **settings(temperature=(temperature,)), backend=backend)
+    out = draft_children(logits, None, **draws(noise, 1, 3, 2), **settings(temperature=(temperature,)), backend=backend)
     assert out.status.tolist() == [[0, INVALID_ROW, 0]]
     assert out.tokens[0, 1].tolist() == [0, 0] and out.probs[0].sum(-1).tolist() == [1, 0, 1]
     assert all(len(set(out.tokens[0, f].tolist())) == 2 for f in (0, 2))
@@ -129,12 +130,11 @@ def test_equals_the_ops_that_it_stands_for(backend, F, V, K, dtype, noise):
     logits[5, :, 2:] = -INF                  # two tokens are left, fewer than K
     given = settings((1.0, 7.5, 3.0, 2.0, 1.2, 4.0), (1.0, 0.7, 1.0, 0.0, 1.3, 1.0), (0, 20, 3, 0, 100, 0),
                      (1.0, 1.0, 0.9, 1.0, 0.8, 1.0))
+    drawn_by = {"uniforms": torch.rand(B, F, K, generator=g).to(DEVICE)}
     if noise:
         drawn_by = {"uniforms": None, "num_children": K,
                     "seeds": torch.randint(-2**63, 2**63 - 1, (B,), generator=g).to(DEVICE),
                     "positions": torch.randint(2**40, (B, F), generator=g).to(DEVICE)}
-    else:
-        drawn_by = {"uniforms": torch.rand(B, F, K, generator=g).to(DEVICE)}
     args = {"logits": logits.to(DEVICE, dtype), "uncond": uncond.to(DEVICE, dtype), **drawn_by, **given}
     got, expected = draft_children(**args, backend=backend), as_before(**args)
     for name, a, b in zip(got._fields, got, expected):
@@ -142,18 +142,14 @@ def test_equals_the_ops_that_it_stands_for(backend, F, V, K, dtype, noise):
     assert got.status.count_nonzero() == 1 and got.tokens[5, :, 2:].eq(0).all()
 
 
-@pytest.mark.parametrize("backend", [b for b in backends("draft_children", DEVICE)
-                                     if b not in ("oracle", "triton", "cuda_emulated")])
+@pytest.mark.parametrize("backend", backends_but("draft_children", "oracle", "triton", "cuda_emulated"))
 @pytest.mark.parametrize("noise", [False, True])
 @pytest.mark.parametrize("V", [4096, 16384, 5003])
 @pytest.mark.parametrize("top_k, top_p", [(100, 0.8), (1000, 1.0), (0, 1.0), (0, 0.9), (7, 1.0)])
 def test_agrees_with_the_oracle_on_long_rows(backend, V, top_k, top_p, noise):
     g = torch.Generator().manual_seed(V + top_k)
     logits, uncond = torch.randn(2, 2, 6, V, generator=g).to(DEVICE)
-    drawn_by = {"uniforms": torch.rand(2, 6, 10, generator=g).to(DEVICE)}
-    if noise:
-        drawn_by = {"uniforms": None, "seeds": torch.tensor([5, -6], device=DEVICE), "num_children": 10,
-                    "positions": torch.arange(12, device=DEVICE).view(2, 6)}
+    drawn_by = draws(True, 2, 6, 10) if noise else {"uniforms": torch.rand(2, 6, 10, generator=g).to(DEVICE)}
     given = settings((1.2, 2.0), (1.0, 0.9), (top_k, top_k), (top_p, top_p))
     got, expected = (draft_children(logits, uncond, **drawn_by, **given, backend=name) for name in (backend, "oracle"))
     assert all(a.equal(b) for a, b in zip(got, expected)) and (expected.tokens > 0).sum() >= 80

@@ -7,6 +7,7 @@ import torch
 from specvis_kernels import INVALID_ROW, backends, draw_tokens, guided_probs, gumbel_noise
 from specvis_kernels._numbers import exp, log, log1p_of_negative
 from tests.cases import DEVICE
+from tests.kernels.test_guided_probs import INVALID
 
 INF, NAN = math.inf, math.nan
 
@@ -29,10 +30,8 @@ def draw(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=0, top_p=1.0,
                        tensor(positions, torch.int64).expand(B, N), **kwargs)
 
 
-def probs_of(logits, temperature=1.0, top_k=0, top_p=1.0, uncond=None, guidance=1.0):
-    one = torch.ones(1, device=DEVICE)
-    row = logits, uncond, guidance * one, temperature * one, (top_k * one).int(), top_p * one
-    return guided_probs(*row).probs.flatten()
+def probs_of(logits, temperature=1.0, top_k=0, top_p=1.0, uncond=None, guidance=1.0, filters="k_then_p"):
+    return guided_probs(logits, uncond, guidance, temperature, top_k, top_p, filters=filters).probs.flatten()
 
 
 def noise(positions, n, seed=7):
@@ -96,18 +95,6 @@ def test_ids_that_a_filter_drops_are_never_drawn(backend, settings, kept):
     assert tokens[0].tolist() == torch.tensor(kept, device=DEVICE)[scores.argmax(-1)].tolist()
 
 
-@pytest.mark.parametrize("k, p", [(30, 0.7), (200, 0.95), (3, 0.95), (0, 0.8), (40, 1.0)])
-def test_p_then_k_keeps_the_ids_of_guided_probs(backend, k, p):
-    x = (2 * torch.randn(1, 1, 600, generator=torch.Generator().manual_seed(k))).to(DEVICE)
-    settings = dict(guidance=1.0, temperature=1.3, top_k=k, top_p=p, filters="p_then_k")
-    is_kept = guided_probs(x, None, **settings, backend="oracle").probs[0, 0] > 0
-    N = 20 if backend == "triton" else 60
-    keys = torch.tensor([7], device=DEVICE), torch.arange(N, device=DEVICE).view(1, N)
-    drawn = draw_tokens(x.expand(1, N, 600), None, seeds=keys[0], positions=keys[1], **settings, backend=backend)
-    scores = torch.where(is_kept, x[0, 0] / 1.3, -INF) + noise(range(N), 600)
-    assert is_kept.sum() < 600 and torch.equal(drawn.tokens[0], scores.argmax(-1))
-
-
 def test_temperature_0_takes_the_lowest_of_the_best(backend):
     logits = torch.tensor([[[1.0, 3.0, 3.0, 0.0], [-0.0, -1.0, 0.0, -INF]]], device=DEVICE)
     for filters in ({}, {"top_k": 1}, {"top_p": 0.1}):
@@ -129,17 +116,7 @@ def test_the_lowest_id_wins_a_tie(backend, V, position, tied):
     assert draw([0.0] * V, positions=position, backend=backend).tokens.item() == tied[0]
 
 
-@pytest.mark.parametrize("logits, settings", [
-    ([0.0, NAN, 1.0], {}),
-    ([0.0, -NAN, 1.0], {"top_k": 1}),
-    ([0.0, INF, 1.0], {}),
-    ([-INF, -INF, -INF], {}),
-    ([1.0, -INF, -INF], {"id_range": [[[1, 3]]]}),
-    ([0.0, 1.0, 2.0], {"temperature": -1.0}),
-    ([0.0, 1.0, 2.0], {"temperature": NAN}),
-    ([-INF, 1.0, 2.0], {"uncond": [INF, 0.0, 0.0]}),
-    ([0.0, 1.0, 2.0], {"uncond": [-INF, 0.0, 0.0]}),
-    ([0.0, 3e38, 0.0], {"temperature": 0.5}),
+@pytest.mark.parametrize("logits, settings", INVALID + [
     ([0.0, 1.0, 2.0], {"id_range": [[[1, 1]]]}),
     ([0.0, 1.0, 2.0], {"id_range": [[[2, 1]]]}),
     ([0.0, 1.0, 2.0], {"id_range": [[[-1, 2]]]}),
@@ -195,18 +172,19 @@ def test_a_row_is_drawn_alike_wherever_it_stands(backend):
 
 
 @pytest.mark.parametrize("V", [47, 500])
+@pytest.mark.parametrize("filters", ["k_then_p", "p_then_k"])
 @pytest.mark.parametrize("guidance, temperature, top_k, top_p", [
     (1.0, 1.0, 0, 1.0), (3.0, 1.0, 10, 1.0), (1.5, 0.7, 0, 0.8), (2.0, 1.3, 20, 0.9), (2.0, 0.0, 3, 0.5),
-    (2.0, INF, 3, 0.5)])
-def test_the_ids_kept_are_those_of_guided_probs(backend, V, guidance, temperature, top_k, top_p):
+    (2.0, INF, 3, 0.5), (1.0, 1.3, 30, 0.7), (1.0, 1.3, 200, 0.95), (1.0, 1.3, 3, 0.95)])
+def test_the_ids_kept_are_those_of_guided_probs(backend, V, guidance, temperature, top_k, top_p, filters):
     """Logits that tie often: the draw is the argmax over the ids of positive probability."""
     N = 30 if backend == "triton" else 300
     g = torch.Generator().manual_seed(V)
     logits, uncond = (torch.randn(2, 1, 1, V, generator=g) * 4).round().div(2).to(DEVICE)
-    probs = probs_of(logits, temperature, top_k, top_p, uncond, guidance)
+    probs = probs_of(logits, temperature, top_k, top_p, uncond, guidance, filters)
     kept = probs.nonzero().flatten().tolist()
     rows = logits.expand(1, N, V), uncond.expand(1, N, V), guidance, temperature, top_k, top_p
-    tokens = draw(*rows, positions=range(N), backend=backend).tokens[0].tolist()
+    tokens = draw(*rows, positions=range(N), filters=filters, backend=backend).tokens[0].tolist()
     x = (uncond + guidance * (logits - uncond))[0, 0] / (temperature or 1.0)
     scores = (x - x.max())[kept] + (noise(range(N), V)[:, kept] if temperature else 0.0)
     assert tokens == [kept[i] for i in scores.expand(N, len(kept)).argmax(-1).tolist()]

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from specvis_kernels import INVALID_ROW, backends, expand_tree
-from tests.cases import DEVICE, exact_probs
+from specvis_kernels import INVALID_ROW, expand_tree
+from tests.cases import DEVICE, backends_but, exact_probs
 
 INF, NAN = math.inf, math.nan
 
@@ -129,7 +129,7 @@ def test_the_best_may_stand_anywhere(backend, V, max_chunks, triton_takes):
         assert [row[:width] for row in tokens] == [row[:width] for row in order] and status == [0, 0, 0]
 
 
-@pytest.mark.parametrize("backend", [b for b in backends("expand_tree", DEVICE) if b != "triton"])
+@pytest.mark.parametrize("backend", backends_but("expand_tree", "triton"))
 @pytest.mark.parametrize("V, ties", [(600, 512), (600, 513), (2100, 560)])
 def test_many_children_of_one_probability(backend, V, ties):
     """As many children as a block of the CUDA kernel ranks at once, one more, and its last threads. (Slow in
@@ -166,7 +166,7 @@ def test_equals_a_sort_of_every_row(backend):
         assert frontier[b] == best + [-1] * (K - len(best))
 
 
-@pytest.mark.parametrize("backend", [b for b in backends("expand_tree", DEVICE) if b not in ("oracle", "triton")])
+@pytest.mark.parametrize("backend", backends_but("expand_tree", "oracle", "triton"))
 @pytest.mark.parametrize("F, V, K", [(8, 40, 3), (9, 40, 12), (17, 33, 40), (2, 16384, 33), (2, 16388, 9)])
 def test_equals_the_oracle(backend, F, V, K):
     """Blocks of a cluster with one, two or three nodes; the longest row that stays in registers, and a longer one."""

@@ -4,10 +4,9 @@ import math
 import pytest
 import torch
 
-from specvis_kernels import INVALID_ROW, INVALID_TREE, backends, neighborhood_sum
-from tests.cases import DEVICE, neighbor_table
+from specvis_kernels import INVALID_ROW, INVALID_TREE, neighborhood_sum
+from tests.cases import DEVICE, backends_but, neighbor_table
 
-BACKENDS = backends("neighborhood_sum", DEVICE)
 NAN, INF = float("nan"), float("inf")
 
 
@@ -135,7 +134,7 @@ def test_every_entry_of_a_row_is_looked_at(backend, V):
     assert status.tolist() == [INVALID_ROW, 0] * V
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "triton"])
+@pytest.mark.parametrize("backend", backends_but("neighborhood_sum", "triton"))
 def test_a_row_for_more_blocks_than_a_cluster_has(backend):
     V = 70000
     probs = torch.full((2, V), 2.0**-17, device=DEVICE)

@@ -2,18 +2,9 @@
 import pytest
 import torch
 
-from specvis_kernels import (
-    EMPTY_RESIDUAL,
-    INVALID_DRAFT,
-    INVALID_ROW,
-    INVALID_RULE,
-    backends,
-    sample_residual,
-    verify_tree,
-)
-from tests.cases import DEVICE, tensor
+from specvis_kernels import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, sample_residual, verify_tree
+from tests.cases import DEVICE, backends_but, tensor
 
-BACKENDS = backends("sample_residual", DEVICE)
 NAN, INF = float("nan"), float("inf")
 TARGET, DRAFT = [0.5, 0.25, 0.125, 0.125], [0.25, 0.5, 0.25, 0.0]
 
@@ -106,7 +97,7 @@ def test_is_what_verify_tree_draws_after_one_rejection(backend):
     assert rejected.sum() > R / 4 and torch.equal(alone[rejected], verified.next_token[rejected]) and not status.any()
 
 
-@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "triton"])
+@pytest.mark.parametrize("backend", backends_but("sample_residual", "triton"))
 def test_a_row_longer_than_the_registers_of_a_cluster(backend):
     """The draft is even over the first 100,000 ids, so that the others are left, evenly too."""
     V = 150000
