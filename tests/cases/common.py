@@ -50,14 +50,25 @@ def exact_probs(rows, V, seed=0, exact=True):
     if not exact:
         probs = (torch.randn(rows, V, generator=g) * 3).softmax(-1)
         return (probs * (0.1 + torch.rand(rows, 1, generator=g))).to(DEVICE)
-    draws = (torch.rand(min(rows, MAX_ROWS), 2**16, generator=g) ** 4 * V).long()
-    counts = torch.zeros(len(draws), V).scatter_add_(1, draws, torch.ones(()).expand_as(draws))
-    return repeated((counts / 2**16)[:, torch.randperm(V, generator=g)].to(DEVICE), rows)
+
+    def draw(n):
+        draws = (torch.rand(n, 2**16, generator=g) ** 4 * V).long()
+        counts = torch.zeros(n, V).scatter_add_(1, draws, torch.ones(()).expand_as(draws))
+        return (counts / 2**16)[:, torch.randperm(V, generator=g)].to(DEVICE)
+
+    return repeated(draw, rows)
 
 
-def repeated(drawn, rows):
-    """(rows, V): the drawn rows, again and again."""
+def repeated(draw, rows):
+    """(rows, V): the rows that draw(n) gives, a limited number of them, again and again."""
+    drawn = draw(min(rows, MAX_ROWS))
     return drawn if rows == len(drawn) else drawn.repeat(-(-rows // max(len(drawn), 1)), 1)[:rows]
+
+
+def cells(masses):
+    """(a uniform number, the token that it draws) for each unit of the masses of a row."""
+    tokens = [token for token, mass in enumerate(masses) for _ in range(mass)]
+    return [((i + 0.5) / len(tokens), token) for i, token in enumerate(tokens)]
 
 
 def exact_uniforms(*shape, seed=0):

@@ -1,15 +1,8 @@
 """Inputs of attention and of the ops with weights."""
 import torch
 
-from specvis_kernels import (
-    DecoderLayer,
-    DenoiserBlock,
-    TransformerBlock,
-    pack_blocks,
-    pack_denoiser,
-    pack_layers,
-    pack_weight,
-)
+from specvis_kernels import DenoiserBlock, TransformerBlock, pack_blocks, pack_denoiser, pack_weight
+from specvis_kernels.decoder_layers import DecoderLayer, pack_layers
 from tests.cases.common import CASES, DEVICE, TOLERANCES, ancestors_of, random_parents
 
 # As many heads of q as of keys, and more; each dtype; more nodes than a tile; a padded condition.

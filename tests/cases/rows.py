@@ -3,17 +3,7 @@ import torch
 
 from specvis_kernels.draw_tokens import _oracle as draw_tokens_oracle
 from specvis_kernels.guided_probs import _oracle as guided_probs_oracle
-from tests.cases.common import (
-    CASES,
-    DEVICE,
-    MAX_ROWS,
-    exact_probs,
-    exact_uniforms,
-    ids_of,
-    neighbor_table,
-    noise_keys,
-    repeated,
-)
+from tests.cases.common import CASES, DEVICE, exact_probs, exact_uniforms, ids_of, neighbor_table, noise_keys, repeated
 
 # guided_probs: logits are multiples of 1/8, guidance of 1/2, temperatures powers of two: exact until the exp.
 # All three dtypes, with and without `uncond`; top-k, top-p, both, neither and temperature 0; each order of the filters.
@@ -34,8 +24,8 @@ def guided_probs(B, N, V, dtype=torch.float32, uncond=True, settings=None, range
     g = torch.Generator().manual_seed(B + N + V)
 
     def draw():
-        drawn = (torch.randn(min(B * N, MAX_ROWS), V, generator=g) * 16).round().div(8).to(DEVICE, dtype)
-        return repeated(drawn, B * N).view(B, N, V)
+        return repeated(lambda n: (torch.randn(n, V, generator=g) * 16).round().div(8).to(DEVICE, dtype),
+                        B * N).view(B, N, V)
 
     guidance, temperature, top_k, top_p = torch.tensor(settings, device=DEVICE).repeat(B, 1)[:B].unbind(1)
     args = draw(), draw() if uncond else None, guidance, temperature, top_k.int(), top_p

@@ -7,72 +7,13 @@ import torch
 
 from specvis.decoding.continuous import continuous_decode, parallel_decode
 from specvis.decoding.continuous_state import ContinuousSampling, ContinuousState, KnownTokens
-from specvis.decoding.methods import CONTINUOUS, method, parse_method
+from specvis.decoding.methods import method
 from specvis.decoding.sampling import Sampling
 from specvis.models.mar import MAR
 from specvis.models.words import UnknownWords
 from specvis.pipelines.mar import MARPair
 from tests.decoding.toys import PROMPTS, SEEDS, decode
 from tests.tiny import TINY, tiny_pair, tiny_pipeline
-
-
-@pytest.mark.parametrize("name, parameters, message", [
-    ("cspd", {"gamma": 0}, "gamma must be a whole number within 1..1023, got 0"),
-    ("cspd", {"prefill": -0.1}, r"prefill must be within \[0, 1\], got -0.1"),
-    ("cspd", {"prefill": 1.1}, r"prefill must be within \[0, 1\], got 1.1"),
-    ("cspd", {"variant": "paths"}, "variant must be one of paper, released, path, got 'paths'"),
-    ("cspd", {"conditioning": "none"}, "conditioning must be one of exact, block, got 'none'"),
-    ("cspd", {"distance_temperature": 0.0}, "distance_temperature must be positive and finite in 32 bits, got 0.0"),
-    ("cspd", {"distance_temperature": math.inf}, "distance_temperature must be positive and finite in 32 bits, got"),
-    ("cspd-path", {"distance_temperature": 42.0}, "distance_temperature must be 1 where variant is path.* got 42.0"),
-    ("cspd", {"variant": "path", "aligned": False}, "aligned must be true where variant is path.* got False"),
-    ("cspd", {"max_tries": 0}, "max_tries must be a whole number within 1..1000000, got 0"),
-    ("cspd", {"num_iter": 3}, "method cspd has no parameter 'num_iter'.* its parameters: gamma, prefill"),
-    ("cspd", {"gama": 3}, "method cspd has no parameter 'gama'; did you mean gamma"),
-    ("mar", {"num_iter": -1}, "num_iter must be a whole number within 1..65536, or 0 for one target forward a token"),
-    ("cspd", {"gamma": 2.0}, "gamma must be a whole number within 1..1023, got 2.0"),
-    ("cspd", {"max_tries": True}, "max_tries must be a whole number within 1..1000000, got True"),
-    ("mar", {"steps_last": 1}, "steps_last must be a whole number within 2..100000, or 0 for the model.s own number"),
-    ("mar", {"guidance_schedule": "cubic"}, "guidance_schedule must be one of linear, constant, released, got 'cubic'"),
-    ("cspd", {"truncate": "false"}, "truncate must be True or False, got 'false'"),
-    ("cspd", {"aligned": 0}, "aligned must be True or False, got 0"),
-    ("cspd-paths", {}, "unknown method 'cspd-paths'; did you mean cspd-path"),
-])
-def test_methods_for_continuous_tokens_are_checked(name, parameters, message):
-    with pytest.raises(ValueError, match=message):
-        method(name, **parameters)
-
-
-@pytest.mark.parametrize("text, message", [
-    ("cspd:truncate=maybe", "truncate must be true or false, got 'maybe'"),
-    ("cspd:aligned=1", "aligned must be true or false, got '1'"),
-    ("cspd:gamma=two", "gamma must be an integer, got 'two'"),
-    ("cspd:prefill=much", "prefill must be a number, got 'much'"),
-    ("cspd:gamma", "method must be like name:parameter=value, got 'cspd:gamma'"),
-])
-def test_how_methods_for_continuous_tokens_are_not_written(text, message):
-    with pytest.raises(ValueError, match=message):
-        parse_method(text)
-
-
-@pytest.mark.parametrize("text", ["mar:num_iter=8", "mar:steps_first=8:steps_last=5",
-                                  "cspd:gamma=2:prefill=0.5:truncate=false", "cspd-released:max_tries=7",
-                                  "cspd-path:conditioning=block", "cspd:variant=released:aligned=false",
-                                  "cspd:guidance_schedule=constant", "mar:guidance_schedule=released"])
-def test_a_label_names_its_method(text):
-    m = parse_method(text)
-    assert sorted(m.label.split(":")) == sorted(text.split(":")) and parse_method(m.label) == m
-
-
-def test_a_label_has_what_the_recipe_of_that_name_lacks():
-    assert replace(CONTINUOUS["mar"], gamma=4).label.startswith("mar:gamma=4:prefill=0.0")
-
-
-@pytest.mark.parametrize("name", CONTINUOUS)
-def test_every_continuous_recipe_says_what_it_is(name):
-    m = CONTINUOUS[name]
-    assert m.name == name == m.label and "arXiv" in m.source and method(name) == m
-    assert ("num_iter" in m.parameters) == (name == "mar") == (m.drafting == "none")
 
 
 @pytest.mark.parametrize("settings, message", [

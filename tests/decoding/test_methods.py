@@ -1,11 +1,13 @@
 """Methods as data: what they mean, how they are written, and what is refused before a model runs."""
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from specvis.decoding import methods
 from specvis.decoding.method_parts import DRAFT_MODELS, USUAL_WINDOW, Acceptance, JacobiDrafts, StaticDrafts
-from specvis.decoding.methods import FRACTIONAL, METHODS, Method, method, parse_method, parse_methods, relaxing
+from specvis.decoding.methods import CONTINUOUS, METHODS, Method, method, parse_method, parse_methods
 
 
 @pytest.mark.parametrize("name, parameters, message", [
@@ -54,6 +56,26 @@ from specvis.decoding.methods import FRACTIONAL, METHODS, Method, method, parse_
     ("gsd", {"residual": "relaxed"}, r"residual must be optimal where metric is rank \(.*\), got 'relaxed'"),
     ("gsd", {"cutoff": "jsd"}, r"cutoff must be tvd where metric is rank \(.*\), got 'jsd'"),
     ("lantern", {"metric": "rank"}, r"metric must be l2, raw, cosine or random \(rank is for jacobi\), got 'rank'"),
+    ("cspd", {"gamma": 0}, "gamma must be a whole number within 1..1023, got 0"),
+    ("cspd", {"prefill": -0.1}, r"prefill must be within \[0, 1\], got -0.1"),
+    ("cspd", {"prefill": 1.1}, r"prefill must be within \[0, 1\], got 1.1"),
+    ("cspd", {"variant": "paths"}, "variant must be one of paper, released, path, got 'paths'"),
+    ("cspd", {"conditioning": "none"}, "conditioning must be one of exact, block, got 'none'"),
+    ("cspd", {"distance_temperature": 0.0}, "distance_temperature must be positive and finite in 32 bits, got 0.0"),
+    ("cspd", {"distance_temperature": math.inf}, "distance_temperature must be positive and finite in 32 bits, got"),
+    ("cspd-path", {"distance_temperature": 42.0}, "distance_temperature must be 1 where variant is path.* got 42.0"),
+    ("cspd", {"variant": "path", "aligned": False}, "aligned must be true where variant is path.* got False"),
+    ("cspd", {"max_tries": 0}, "max_tries must be a whole number within 1..1000000, got 0"),
+    ("cspd", {"num_iter": 3}, "method cspd has no parameter 'num_iter'.* its parameters: gamma, prefill"),
+    ("cspd", {"gama": 3}, "method cspd has no parameter 'gama'; did you mean gamma"),
+    ("mar", {"num_iter": -1}, "num_iter must be a whole number within 1..65536, or 0 for one target forward a token"),
+    ("cspd", {"gamma": 2.0}, "gamma must be a whole number within 1..1023, got 2.0"),
+    ("cspd", {"max_tries": True}, "max_tries must be a whole number within 1..1000000, got True"),
+    ("mar", {"steps_last": 1}, "steps_last must be a whole number within 2..100000, or 0 for the model.s own number"),
+    ("mar", {"guidance_schedule": "cubic"}, "guidance_schedule must be one of linear, constant, released, got 'cubic'"),
+    ("cspd", {"truncate": "false"}, "truncate must be True or False, got 'false'"),
+    ("cspd", {"aligned": 0}, "aligned must be True or False, got 0"),
+    ("cspd-paths", {}, "unknown method 'cspd-paths'; did you mean cspd-path"),
 ])
 def test_methods_and_parameters_are_checked(name, parameters, message):
     with pytest.raises(ValueError, match=message):
@@ -79,7 +101,8 @@ def test_a_part_takes_its_own_settings_only():
 
 
 def test_which_parameters_have_fractions():
-    assert FRACTIONAL == {"draft_guidance", "delta", "omega", "nu", "beta", "radius", "prefill", "distance_temperature"}
+    assert methods.FRACTIONAL == {
+        "draft_guidance", "delta", "omega", "nu", "beta", "radius", "prefill", "distance_temperature"}
 
 
 @pytest.mark.parametrize("text, message", [
@@ -90,15 +113,16 @@ def test_which_parameters_have_fractions():
     ("adt-tree:widths=4", "widths must be two numbers, least,most; got '4'"),
     ("jacobi:window=1.5", "window must be an integer, got '1.5'"),
     ("jacobi:seed_exact=maybe", "seed_exact must be true or false, got 'maybe'"),
+    ("lantern:delta=0.1:delta=0.3", "delta must be given once, got 'lantern:delta=0.1:delta=0.3'"),
+    ("cspd:truncate=maybe", "truncate must be true or false, got 'maybe'"),
+    ("cspd:aligned=1", "aligned must be true or false, got '1'"),
+    ("cspd:gamma=two", "gamma must be an integer, got 'two'"),
+    ("cspd:prefill=much", "prefill must be a number, got 'much'"),
+    ("cspd:gamma", "method must be like name:parameter=value, got 'cspd:gamma'"),
 ])
 def test_how_methods_are_not_written(text, message):
     with pytest.raises(ValueError, match=message):
         parse_method(text)
-
-
-def test_a_parameter_is_given_once():
-    with pytest.raises(ValueError, match="delta must be given once, got 'lantern:delta=0.1:delta=0.3'"):
-        parse_method("lantern:delta=0.1:delta=0.3")
 
 
 def test_how_methods_are_written():
@@ -122,11 +146,21 @@ def test_how_methods_are_written():
     ("gsd:seed_exact=true:coupling=maximal:k=0", {"seed_exact": True, "k": 0, "coupling": "maximal"}),
     ("jacobi:residual=relaxed", {"residual": "relaxed"}),
     ("eagle1:seed_exact=true", {"seed_exact": True}), ("eagle2:seed_exact=false", {"seed_exact": False}),
+    ("mar:num_iter=8", {"num_iter": 8}), ("mar:steps_first=8:steps_last=5", {"steps_first": 8, "steps_last": 5}),
+    ("cspd:gamma=2:prefill=0.5:truncate=false", {"gamma": 2, "prefill": 0.5, "truncate": False}),
+    ("cspd-released:max_tries=7", {"max_tries": 7}), ("cspd-path:conditioning=block", {"conditioning": "block"}),
+    ("cspd:variant=released:aligned=false", {"variant": "released", "aligned": False}),
+    ("cspd:guidance_schedule=constant", {"guidance_schedule": "constant"}),
+    ("mar:guidance_schedule=released", {"guidance_schedule": "released"}),
 ])
 def test_labels_read_back(text, expected):
     m = parse_method(text)
     assert expected.items() <= m.parameters.items()
     assert m.label == text and parse_method(m.label) == m
+
+
+def test_a_label_has_what_the_recipe_of_that_name_lacks():
+    assert replace(method("mar"), gamma=4).label.startswith("mar:gamma=4:prefill=0.0")
 
 
 @pytest.mark.parametrize("text, device, pictures, window", [
@@ -142,7 +176,7 @@ def test_the_window_where_none_is_named(text, device, pictures, window):
 
 def test_what_a_jacobi_method_is():
     m = METHODS["jacobi"]
-    assert [name for name in m.parameters if name not in relaxing(m)] == ["window", "refresh", "seed_exact"]
+    assert [name for name in m.parameters if name not in methods.relaxing(m)] == ["window", "refresh", "seed_exact"]
     assert list(METHODS["gsd"].parameters) == ["window", "refresh", "seed_exact", "coupling", "k", "delta", "cutoff",
                                                "metric", "omega", "nu", "residual"]
     assert (m.drafts.window, m.max_depth, m.max_nodes, m.max_width) == (None, USUAL_WINDOW, USUAL_WINDOW + 1, 1)
@@ -168,17 +202,16 @@ def test_gsd_is_as_released_and_the_coupled_form_has_another_name():
     assert "2508.07747" in METHODS["gsd+coupled"].source and "2510.24211" in METHODS["gsd+coupled"].source
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_seed_exact_is_lossless(name):
-    m = METHODS[name]
-    assert m.seed_exact == (name in ("jacobi", "eagle2", "adt-tree")) and m.lossless >= m.seed_exact
-
-
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *CONTINUOUS])
 def test_every_recipe_says_what_it_is(name):
-    m = METHODS[name]
-    assert m.name == name == m.label and "arXiv" in m.source or name == "vanilla"
+    m = method(name)
+    assert m == (METHODS | CONTINUOUS)[name] and m.name == name == m.label
+    assert "arXiv" in m.source or name == "vanilla"
     assert bool(m.parameters) == (name != "vanilla")
+    if name in CONTINUOUS:
+        assert ("num_iter" in m.parameters) == (name == "mar") == (m.drafting == "none")
+    else:
+        assert m.seed_exact == (name in ("jacobi", "eagle2", "adt-tree")) and m.lossless >= m.seed_exact
 
 
 def test_a_tree_has_no_more_nodes_than_candidates():

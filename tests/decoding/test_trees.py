@@ -97,14 +97,16 @@ def test_horizontal_looks_up_at_the_start_of_a_row():
     assert s.alphas[0, :4].tolist() == [0.25, 0.25, 0.25, 0.0] and s.depths[0, :4].tolist() == [4, 4, 4, 3]
 
 
-def test_vertical_takes_the_tree_above():
-    s = shapes(Adaptation(start="vertical", width_step=3, widths=(4, 13)))
+@pytest.mark.parametrize("adaptation, steps, expected", [
     # 1..4 by (4, 10), 3 of 4; 5 is below 1: (3, 13). It accepts all 3: 5..8. 9 is below 5: deeper than that, (4, 10).
-    assert after(s, [3, 3]) == [(3, 13), (4, 10)]
-
-
-def test_vertical_looks_left_in_the_first_row():
-    assert after(shapes(Adaptation(start="vertical", width_step=3, widths=(4, 13))), [0]) == [(3, 13)]
+    (dict(start="vertical", width_step=3, widths=(4, 13)), [3, 3], [(3, 13), (4, 10)]),
+    (dict(start="vertical", width_step=3, widths=(4, 13)), [0], [(3, 13)]),  # left in the first row
+    (dict(width_step=3, widths=(4, 39), flat_depth=1, flat_width=25), [4, 0, 2], [(2, 22), (1, 28), (2, 22)]),  # fixed
+    (None, [4, 0], [(4, 10), (4, 10)]),  # trees stay as they are
+])
+def test_what_comes_after_each_step(adaptation, steps, expected):
+    """Vertical takes the tree above."""
+    assert after(shapes(adaptation and Adaptation(**adaptation)), steps) == expected
 
 
 def test_random_is_drawn_within_the_bounds(monkeypatch):
@@ -134,15 +136,6 @@ def test_a_finished_image_asks_for_the_smallest_tree():
     s = shapes(Adaptation())
     s.record(torch.tensor([1]), torch.tensor([4]), torch.tensor([False]))
     assert (s.depth.item(), s.width.item()) == (1, 1)
-
-
-def test_a_fixed_start():
-    a = Adaptation(width_step=3, widths=(4, 39), flat_depth=1, flat_width=25)
-    assert after(shapes(a), [4, 0, 2]) == [(2, 22), (1, 28), (2, 22)]
-
-
-def test_without_an_adaptation_trees_stay_as_they_are():
-    assert after(shapes(None), [4, 0]) == [(4, 10), (4, 10)]
 
 
 @pytest.mark.parametrize("wrong, message", [

@@ -52,10 +52,6 @@ def test_as_many_as_were_accepted(backend, num_accepted, new, nodes, count):
     assert written["num_drafted_at"] == [[0, 3, 0, 0, 0]]
 
 
-def test_a_full_counter_wraps(backend):
-    assert commit(backend, target_forwards=[2**63 - 1])[1]["target_forwards"] == [-2**63]
-
-
 def test_what_does_not_fit_is_not_written(backend):
     out, written = commit(backend, counts=[4])
     assert out[0] == [[3, 4, 9, 0]] and written["tokens"] == [[7, 6, 0, 0, 3, 50, 51]] and written["counts"] == [5]
@@ -84,7 +80,9 @@ def test_a_node_outside_of_the_tree_counts_as_the_root(backend):
     assert out[:2] == [[[6, 6, 6, 9]], [[0, 0, 0, 0]]]
 
 
-def test_without_an_excess(backend):
+def test_accounts(backend):
+    """A full counter wraps, and a step may have no excess."""
+    assert commit(backend, target_forwards=[2**63 - 1])[1]["target_forwards"] == [-2**63]
     assert commit(backend, step_excess=None)[1]["tv_excess"] == [0.5]
 
 

@@ -4,15 +4,8 @@ import itertools
 import pytest
 import torch
 
-from specvis_kernels import (
-    EMPTY_RESIDUAL,
-    INVALID_DRAFT,
-    INVALID_ROW,
-    INVALID_RULE,
-    INVALID_TREE,
-    couple_tokens,
-    verify_tree,
-)
+from specvis_kernels import couple_tokens, verify_tree
+from specvis_kernels.status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE
 from tests.cases import DEVICE, neighbor_table, tensor
 
 NAN, INF = float("nan"), float("inf")

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from specvis_kernels import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, sample_residual, verify_tree
-from tests.cases import DEVICE, backends_but, tensor
+from tests.cases import DEVICE, backends_but, cells, tensor
 
 NAN, INF = float("nan"), float("inf")
 TARGET, DRAFT = [0.5, 0.25, 0.125, 0.125], [0.25, 0.5, 0.25, 0.0]
@@ -29,10 +29,8 @@ def one(backend, target, draft, uniform, omega=None):
     (None, 0.5, [8, 4, 2, 2]),
 ])
 def test_residuals_by_hand(backend, draft, omega, masses):
-    total = sum(masses)
-    for i in range(total):
-        token = next(v for v in range(4) if sum(masses[:v + 1]) > i)
-        assert one(backend, TARGET, draft, (i + 0.5) / total, omega) == (token, 0)
+    for uniform, token in cells(masses):
+        assert one(backend, TARGET, draft, uniform, omega) == (token, 0)
 
 
 @pytest.mark.parametrize("uniform, token", [

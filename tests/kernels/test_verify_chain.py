@@ -4,18 +4,10 @@ import itertools
 import pytest
 import torch
 
-from specvis_kernels import (
-    EMPTY_RESIDUAL,
-    INVALID_DRAFT,
-    INVALID_ROW,
-    INVALID_RULE,
-    INVALID_TREE,
-    backends,
-    verify_chain,
-    verify_tree,
-)
+from specvis_kernels import backends, verify_chain, verify_tree
 from specvis_kernels._candidate import RESIDUALS
 from specvis_kernels.neighborhood_sum import CUTOFFS
+from specvis_kernels.status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE
 from tests.cases import DEVICE, exact_probs, exact_uniforms, neighbor_table, tensor
 
 BACKENDS = backends("verify_chain", DEVICE)

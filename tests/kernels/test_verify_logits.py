@@ -5,18 +5,8 @@ import math
 import pytest
 import torch
 
-from specvis_kernels import (
-    EMPTY_RESIDUAL,
-    INVALID_DRAFT,
-    INVALID_ROW,
-    INVALID_RULE,
-    INVALID_TREE,
-    draw_tokens,
-    guided_probs,
-    verify_greedy,
-    verify_logits,
-    verify_tree,
-)
+from specvis_kernels import draw_tokens, guided_probs, verify_greedy, verify_logits, verify_tree
+from specvis_kernels.status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE
 from tests import cases
 from tests.cases import DEVICE, links, tensor
 

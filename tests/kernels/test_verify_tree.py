@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from specvis_kernels import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE, verify_tree
-from tests.cases import links, tensor
+from tests.cases import cells, links, tensor
 
 NAN, INF = float("nan"), float("inf")
 ROOT = Path(__file__).parent.parent.parent
@@ -92,17 +92,6 @@ def test_sampled_children(backend, uniforms, accepted_nodes, token):
     assert got == (accepted_nodes, token, 0.0, 0)
 
 
-@pytest.mark.parametrize("uniforms, accepted_nodes, token", [
-    # accepted iff u / 2 < 1/4; then 1/2, 1/4, 1/8, 1/8 less 1/4, 1/2, 1/4, 0 leaves 1/4, 0, 0, 1/8
-    ([0.0, 0.49], [1], 0),
-    ([0.66, 0.5], [], 0),
-    ([0.67, 0.5], [], 3),
-])
-def test_one_sampled_child(backend, uniforms, accepted_nodes, token):
-    got = verify(backend, [ROW], [0, 1], [-1, 0], uniforms, draft=[[0.25, 0.5, 0.25, 0.0]])
-    assert got == (accepted_nodes, token, 0.0, 0)
-
-
 @pytest.mark.parametrize("V", [31, 32, 33, 64, 2560])
 def test_every_length_of_row(backend, V):
     """Tokens 0 and V - 1 have 1/2. The draft 1/4 1/4 1/2 0 .. gave token 2, which has nothing: 1/4 and 1/2 are left.
@@ -145,6 +134,29 @@ def test_rows_of_drafts(backend):
 
 
 @pytest.mark.parametrize("omega, uniforms, accepted_nodes, token, tv_excess", [
+    # Token 1 has 1/4, the draft 1/4 1/2 1/4 0: strictly 1/2 is accepted, iff u / 2 < 1/4;
+    # then 1/2, 1/4, 1/8, 1/8 less 1/4, 1/2, 1/4, 0 leaves 1/4, 0, 0, 1/8.
+    (None, [0.0, 0.49], [1], 0, 0),
+    (None, [0.66, 0.5], [], 0, 0),
+    (None, [0.67, 0.5], [], 3, 0),
+    (0.5, [0.0, 0.249], [1], 0, 0),
+    # P - Q = 1/4 -1/4 -1/8 1/8 against half of P, 1/4 1/8 1/16 1/16: 4 2 1 2 of 9 sixteenths
+    (0.5, [0.44, 0.25], [], 0, 0),
+    (0.5, [0.45, 0.25], [], 1, 0),
+    (0.5, [0.67, 0.25], [], 2, 0),
+    (0.5, [0.77, 0.25], [], 2, 0),
+    (0.5, [0.78, 0.25], [], 3, 0),
+    (1.5, [0.0, 0.749], [1], 0, 0.25),
+    (1.5, [0.66, 0.75], [], 0, 0.25),
+    (1.5, [0.67, 0.75], [], 3, 0.25),
+    (3.0, [0.0, 0.999], [1], 0, 0.5),
+])
+def test_one_sampled_child(backend, omega, uniforms, accepted_nodes, token, tv_excess):
+    got = verify(backend, [ROW], [9, 1], [-1, 0], uniforms, omega=omega and [omega], draft=[[0.25, 0.5, 0.25, 0.0]])
+    assert got == (accepted_nodes, token, tv_excess, 0)
+
+
+@pytest.mark.parametrize("omega, uniforms, accepted_nodes, token, tv_excess", [
     # point mass on token 0, which has 1/2
     (0.5, [0.0, 0.249], [1], 0, 0),
     # rejected at omega 1/2: half of 1/2 remains, 1/4 1/4 1/8 1/8 of 3/4
@@ -161,25 +173,6 @@ def test_omega_with_a_point_mass(backend, omega, uniforms, accepted_nodes, token
     assert verify(backend, [ROW], [9, 0], [-1, 0], uniforms, omega=[omega]) == (accepted_nodes, token, tv_excess, 0)
 
 
-@pytest.mark.parametrize("omega, uniforms, accepted_nodes, token, tv_excess", [
-    # Token 1 has 1/4, the draft 1/4 1/2 1/4 0: strictly 1/2 is accepted.
-    (0.5, [0.0, 0.249], [1], 0, 0),
-    # P - Q = 1/4 -1/4 -1/8 1/8 against half of P, 1/4 1/8 1/16 1/16: 4 2 1 2 of 9 sixteenths
-    (0.5, [0.44, 0.25], [], 0, 0),
-    (0.5, [0.45, 0.25], [], 1, 0),
-    (0.5, [0.67, 0.25], [], 2, 0),
-    (0.5, [0.77, 0.25], [], 2, 0),
-    (0.5, [0.78, 0.25], [], 3, 0),
-    (1.5, [0.0, 0.749], [1], 0, 0.25),
-    (1.5, [0.66, 0.75], [], 0, 0.25),
-    (1.5, [0.67, 0.75], [], 3, 0.25),
-    (3.0, [0.0, 0.999], [1], 0, 0.5),
-])
-def test_omega_with_a_sampled_child(backend, omega, uniforms, accepted_nodes, token, tv_excess):
-    got = verify(backend, [ROW], [9, 1], [-1, 0], uniforms, omega=[omega], draft=[[0.25, 0.5, 0.25, 0.0]])
-    assert got == (accepted_nodes, token, tv_excess, 0)
-
-
 def test_omega_goes_by_depth(backend):
     """A chain of token 0, which has 1/2: with 1, 1/2 and 2 it is accepted below 1/2, 1/4 and 1."""
     tree = dict(tokens=[9, 0, 0, 0], parents=[-1, 0, 1, 2], omega=[1.0, 0.5, 2.0])
@@ -194,10 +187,12 @@ def test_two_sampled_children_below_omega_1(backend):
     against half of it, 4 2 1 2, leaves 4 4 1 4."""
     tree = dict(tokens=[9, 1, 0], parents=[-1, 0, 0], omega=[0.5, 0.5], draft=[[0.25, 0.5, 0.25, 0.0]])
     assert verify(backend, [ROW], uniforms=[0.0, 0.25, 0.44], **tree)[0] == [2]
-    for cell, token in enumerate([0, 0, 0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 3]):
-        assert verify(backend, [ROW], uniforms=[(cell + 0.5) / 13, 0.25, 0.45], **tree)[:2] == ([], token)
+    for uniform, token in cells([4, 4, 1, 4]):
+        assert verify(backend, [ROW], uniforms=[uniform, 0.25, 0.45], **tree)[:2] == ([], token)
 
 
+# A deep, ragged tree: 0 -> 1 2 3; 1 -> 4 5; 2 -> 6; 4 -> 7; 7 -> 8; 5 -> 9. Its rows are uniform, so siblings have 1/4,
+# 1/3, 1/2.
 RAGGED = dict(tokens=[0, 0, 1, 2, 0, 3, 0, 0, 2, 1], parents=[-1, 0, 0, 0, 1, 1, 2, 4, 7, 5])
 EVEN = [0.25] * 4
 
@@ -335,14 +330,10 @@ def test_an_undefined_rule_accepts_nothing(backend, omega, options, status):
     assert got[3] == status
     if status:
         assert got == ([], 2, 0.0, INVALID_RULE)  # from the root's row
+        assert verify(backend, [[NAN] * 4], **tree) == ([], 0, 0.0, INVALID_RULE | INVALID_ROW)
     else:
         assert got[0] == [1]
     assert verify(backend, [ROW], greedy=True, **tree) == ([1, 2], 0, 0.0, 0)
-
-
-def test_an_undefined_rule_at_a_bad_root(backend):
-    got = verify(backend, [[NAN] * 4], [9, 0], [-1, 0], [0.5, 0.0], omega=[NAN])
-    assert got == ([], 0, 0.0, INVALID_RULE | INVALID_ROW)
 
 
 def test_one_batch_of_different_requests(backend):

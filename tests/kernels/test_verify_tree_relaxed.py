@@ -2,6 +2,7 @@
 import pytest
 
 from specvis_kernels import EMPTY_RESIDUAL
+from tests.cases import cells
 from tests.kernels.test_verify_tree import NAN, ROW, TABLE, verify
 
 
@@ -43,9 +44,8 @@ def test_neighbors_far_down_the_list(backend, cutoff, delta, relaxed_mass, masse
     neighbors = [[7] * 70 + [3] + [7] * 140 + [1]] * 4
     tree = dict(tokens=[9, 2], parents=[-1, 0], neighbors=neighbors, delta=delta, cutoff=cutoff, residual="relaxed")
     assert verify(backend, [ROW], uniforms=[0.0, relaxed_mass - 2.0**-10], **tree)[0] == [1]
-    for i in range(sum(masses)):
-        token = next(v for v in range(4) if sum(masses[:v + 1]) > i)
-        got = verify(backend, [ROW], uniforms=[(i + 0.5) / sum(masses), relaxed_mass], **tree)
+    for uniform, token in cells(masses):
+        got = verify(backend, [ROW], uniforms=[uniform, relaxed_mass], **tree)
         assert got == ([], token, relaxed_mass - 0.125, 0)
 
 
@@ -72,10 +72,8 @@ def test_the_cutoff_is_of_the_rest(backend):
 ])
 def test_residuals_of_a_point_mass(backend, residual, neighbors, delta, masses):
     """Over a grid of uniforms, the next token is distributed as the masses."""
-    total = sum(masses)
-    for i in range(total):
-        token = next(v for v in range(4) if sum(masses[:v + 1]) > i)
-        got = verify(backend, [ROW], [9, 2], [-1, 0], [(i + 0.5) / total, 0.99], neighbors=neighbors, delta=delta,
+    for uniform, token in cells(masses):
+        got = verify(backend, [ROW], [9, 2], [-1, 0], [uniform, 0.99], neighbors=neighbors, delta=delta,
                      residual=residual)
         assert got[:2] == ([], token) and got[3] == 0
 
@@ -92,10 +90,8 @@ def test_residuals_of_a_sampled_child(backend, residual, neighbors, masses):
     tree = dict(tokens=[9, 2], parents=[-1, 0], neighbors=neighbors, delta=0.125, residual=residual,
                 draft=[[0.25, 0.25, 0.5, 0.0]])
     assert verify(backend, [ROW], uniforms=[0.0, 0.49], **tree) == ([1], 0, 0.25, 0)  # 1/2 against 1/4
-    total = sum(masses)
-    for i in range(total):
-        token = next(v for v in range(4) if sum(masses[:v + 1]) > i)
-        assert verify(backend, [ROW], uniforms=[(i + 0.5) / total, 0.5], **tree) == ([], token, 0.25, 0)
+    for uniform, token in cells(masses):
+        assert verify(backend, [ROW], uniforms=[uniform, 0.5], **tree) == ([], token, 0.25, 0)
 
 
 def test_relaxed_below_omega_1_leaves_of_the_child_what_was_moved_to_it(backend):
@@ -128,8 +124,8 @@ def test_an_id_listed_twice_is_removed_once(backend, triton_takes):
     assert verify(backend, [ROW], uniforms=[0.99, 0.375], residual="relaxed", **tree)[:2] == ([], 1)
     # released: 4 2 1 1 less 2 1 4 -, token 3 protected, is 2 1 0 1
     tree |= dict(draft=[[0.25, 0.125, 0.5, 0.125]], residual="released")
-    for cell, token in enumerate([0, 0, 1, 3]):
-        assert verify(backend, [ROW], uniforms=[(cell + 0.5) / 4, 0.9], **tree)[:2] == ([], token)
+    for uniform, token in cells([2, 1, 0, 1]):
+        assert verify(backend, [ROW], uniforms=[uniform, 0.9], **tree)[:2] == ([], token)
 
 
 @pytest.mark.parametrize("cutoff", ["tvd", "ratio", "jsd"])
@@ -205,7 +201,3 @@ def test_tv_excess_counts_only_what_is_reached(backend):
     assert got[0] == [2] and got[2] == pytest.approx(1 / 8 + 3 / 4 * 3 / 7, abs=1e-6)
     got = verify(backend, [ROW], [9, 2, 0], [-1, 0, 0], [0.0, 0.24, 0.999], omega=[2.0, 1.0])
     assert got[0] == [1] and got[2] == 1 / 8
-
-
-# A deep, ragged tree: 0 -> 1 2 3; 1 -> 4 5; 2 -> 6; 4 -> 7; 7 -> 8; 5 -> 9. Its rows are uniform, so
-# siblings have 1/4, 1/3, 1/2.

@@ -14,9 +14,6 @@ from torch.utils._pytree import tree_map_only
 
 import specvis_kernels
 from specvis_kernels import (
-    INVALID_DRAFT,
-    INVALID_ROW,
-    StatusError,
     _define,
     backends,
     draw_tokens,
@@ -24,9 +21,9 @@ from specvis_kernels import (
     philox_uniforms,
     philox_words,
     sample_residual,
-    tree_links,
     verify_greedy,
 )
+from specvis_kernels.status import INVALID_DRAFT, INVALID_ROW, StatusError
 from tests import cases
 from tests.cases import DEVICE
 from tests.cases.comparing import Recorder, as_tuple, by_name, make, run, same
@@ -234,13 +231,9 @@ def test_max_depth(op):
     N = args[0].shape[1]
     assert all(map(same, run(op, args, kwargs | {"max_depth": None}), run(op, args, kwargs | {"max_depth": N - 1})))
     assert all(map(same, run(op, args, kwargs | {"max_depth": np.int64(2)}), run(op, args, kwargs | {"max_depth": 2})))
-
-
-def test_a_default_of_one_node():
-    links = tree_links(torch.tensor([[-1]], device=DEVICE))
-    token = torch.tensor([[5]], device=DEVICE)
-    result = verify_greedy(token, token, links.first_child, links.next_sibling)
-    assert result.accepted_nodes.shape == (1, 0) and result.next_token.tolist() == [5]
+    args, kwargs = make(op, *cases.CASES[op][0])  # of one node
+    result = getattr(specvis_kernels, op)(*args, **kwargs | {"max_depth": None})
+    assert result.accepted_nodes.shape == (1, 0) and result.next_token.shape == (1,)
 
 
 def test_a_range_of_ids_in_numpys_integers():

@@ -9,29 +9,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from specvis_kernels import (
-    EMPTY_RESIDUAL,
-    INVALID_DRAFT,
-    INVALID_ROW,
-    INVALID_RULE,
-    INVALID_TREE,
-    OUT_OF_TRIES,
-    StatusError,
-    _define,
-    check_status,
-    commit_kv,
-    guided_probs,
-    sample_residual,
-    tree_mask,
-    verify_chain,
-    verify_tree,
-)
-from specvis_kernels.status import MEANINGS
+import specvis_kernels
+from specvis_kernels import _define, commit_kv, guided_probs, sample_residual, tree_mask, verify_chain, verify_tree
+from specvis_kernels.status import EMPTY_RESIDUAL, MEANINGS, OUT_OF_TRIES, StatusError, check_status
 from tests.cases import DEVICE
 from tests.tiny import tiny_pipeline
 
-NAMES = {INVALID_ROW: "INVALID_ROW", INVALID_TREE: "INVALID_TREE", INVALID_RULE: "INVALID_RULE",
-         INVALID_DRAFT: "INVALID_DRAFT"}
+NAMES = {getattr(specvis_kernels, name): name for name in (
+    "INVALID_ROW", "INVALID_TREE", "INVALID_RULE", "INVALID_DRAFT")}
 
 
 def message(status, op=None):

@@ -1,10 +1,12 @@
-"""The cases of verify_logits in the benchmarks."""
+"""The cases of verify_logits in the benchmarks; and every row of benchmarks.ops can be timed here."""
 import pytest
 
 import specvis_kernels
 from benchmarks import ops
 from tests import cases
 from tests.test_benchmarks import both
+
+GROUPS = [group for group in ops.GROUPS if group != "oracles"]
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -28,3 +30,11 @@ def test_the_baselines_of_verify_logits_accept_the_same_nodes(options):
     for b, (nodes, token) in enumerate(results):
         assert "seeds" in options or nodes == expected.accepted_nodes[b, :expected.num_accepted[b]].tolist()
         assert "seeds" in options or token == expected.next_token[b]
+
+
+@pytest.mark.parametrize("op", [op for op in ops.ROWS if ops.jobs([op], GROUPS)])
+def test_rows(op):
+    """Kernels agree with the oracle, and baselines run."""
+    for _, case, backend in ops.jobs([op], GROUPS):
+        call, args = ops.prepare(op, case, backend)
+        call(*args)
