@@ -57,6 +57,14 @@ def poisoned_memory():
 
 
 @pytest.fixture
+def set_threads():
+    """torch.set_num_threads, until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def host_reads(monkeypatch):
     """The names of the methods by which the host has read tensors. A dispatcher sees no read of a CPU tensor."""
     reads = []

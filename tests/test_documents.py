@@ -48,11 +48,8 @@ def anchors(path: Path) -> set[str]:
             for title in re.findall(r"^#+ +(.+)$", text, re.M)}
 
 
-def test_the_readme_is_one_screen_a_topic():
+def test_the_readme_is_one_screen_a_topic_and_says_at_once_what_ran_on_a_gpu():
     assert len(README.encode()) <= 9 * 1024
-
-
-def test_the_readme_says_at_once_what_ran_on_a_gpu():
     assert "GPU" in README.partition("\n## ")[0]
 
 

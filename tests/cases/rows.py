@@ -79,8 +79,7 @@ CASES["token_log_probs"] = [
 ]
 
 
-def token_log_probs(B, N, V, K=None, dtype=torch.float32, uncond=True, settings=None, ranges="all",
-                    filters="k_then_p"):
+def token_log_probs(B, N, V, K=None, dtype=torch.float32, uncond=True, settings=None, ranges="all", filters="k_then_p"):
     """Every other token is the likeliest of its row, which the filters keep."""
     args, kwargs = guided_probs(B, N, V, dtype, uncond, settings, ranges, filters)
     g = torch.Generator().manual_seed(B + N + V)

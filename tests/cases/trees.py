@@ -1,7 +1,20 @@
 """Inputs of the ops on trees."""
+import random
+
 import torch
 
 from tests.cases.common import CASES, DEVICE, ancestors_of, random_parents
+
+
+def three_trees(N, reach):
+    """Parents (3, N) int32. A node hangs below one of the `reach` before it; the second tree has unused leaves."""
+    rng = random.Random(N + reach)
+    trees = [[-1] + [rng.randrange(max(0, n - reach), n) for n in range(1, N)] for _ in range(3)]
+    for n in rng.sample(range(N), N // 4):
+        if n > 0 and n not in trees[1]:
+            trees[1][n] = -2
+    return torch.tensor(trees, dtype=torch.int32, device=DEVICE)
+
 
 # No candidates; more than nodes, and fewer.
 CASES["select_tree"] = [(1, 0, 1), (2, 12, 6), (3, 70, 33), (3, 9, 20)]

@@ -46,7 +46,6 @@ def test_races(found, right, wrong, threads, options):
     assert found(wrong, threads, **options)
 
 
-@pytest.mark.parametrize("name, threads, cluster", [
-    ("teams", 96, 1), ("teams", 96, 4), ("arrives_early", 64, 8)])
+@pytest.mark.parametrize("name, threads, cluster", [("teams", 96, 1), ("teams", 96, 4), ("arrives_early", 64, 8)])
 def test_what_is_right_has_no_race(found, name, threads, cluster):
     assert found(name, threads, blocks=8, cluster=cluster) == []

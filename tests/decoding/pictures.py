@@ -18,6 +18,10 @@ def fitted(name, **parameters):
     return method(name, **changed | parameters)
 
 
+def coupled(**parameters):
+    return method("jacobi", **{"seed_exact": False, "window": 3} | parameters)
+
+
 def eagle(pipeline, padding_mask):
     condition = pipeline.gpt.null_condition(len(padding_mask))
     return EagleDraftModel(pipeline.gpt, pipeline.eagle, *cfg_inputs(pipeline.gpt, condition, padding_mask))

@@ -240,8 +240,7 @@ def test_a_model_without_guidance_reads_one_row_of_each_request(name):
         decoded(model, name)
 
 
-@pytest.mark.parametrize("name", ["vanilla", "jacobi:window=16", "jacobi:window=5:refresh=2", "eagle1",
-                                  "eagle2"])
+@pytest.mark.parametrize("name", ["vanilla", "jacobi:window=16", "jacobi:window=5:refresh=2", "eagle1", "eagle2"])
 def test_a_model_of_ones_own_takes_part_if_its_cache_has_insert(name):
     expected = decoded(BagModel(1), name)
     for batch in (1, 2, 5, 9):

@@ -104,8 +104,7 @@ def test_the_guesses_are_those_written_out(monkeypatch, model, window, refresh):
     m = method("jacobi", window=window, refresh=refresh)
     tokens, L = decode(target, CONDITION, PADDING_MASK, sampling).tokens, num_tokens(target)
     for counts in ([0] * B, [0, 5, L, 3, 11]):
-        decoded = jacobi(m, sampling, target, draft_model=small_draft_model(small),
-                         known_tokens=begun(tokens, counts))
+        decoded = jacobi(m, sampling, target, draft_model=small_draft_model(small), known_tokens=begun(tokens, counts))
         assert torch.equal(decoded.tokens, tokens)
         for b, count in enumerate(counts):
             alone = jacobi(m, sampling[[b]], target, [b], known_tokens=tokens[[b], :count],

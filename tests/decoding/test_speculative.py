@@ -19,7 +19,18 @@ from specvis.decoding.sampling import Sampling
 from specvis.decoding.speculative import speculative_decode
 from specvis.pipelines.positions import draw_margins
 from specvis_kernels import backends, philox_uniforms
-from tests.decoding.pictures import DYNAMIC, FILTERED, PROMPTS, TREE, UNFILTERED, begun, eagle, far_from_target, fitted
+from tests.decoding.pictures import (
+    DYNAMIC,
+    FILTERED,
+    PROMPTS,
+    TREE,
+    UNFILTERED,
+    begun,
+    coupled,
+    eagle,
+    far_from_target,
+    fitted,
+)
 
 LOSSLESS = [m.name for m in METHODS.values() if m.lossless and m.drafting != "none"]
 
@@ -200,10 +211,11 @@ def test_lantern_with_delta_0_is_eagle2(tiny):
     assert torch.equal(tiny.tokens(PROMPTS, fitted("lantern", delta=0.0), sampling).tokens, strict.tokens)
 
 
-def test_lantern_accepts_more_and_its_tv_excess_says_so(tiny):
-    sampling = Sampling.of(list(range(64)))
-    strict = tiny.tokens(PROMPTS * 16, METHODS["eagle2"], sampling)
-    relaxed = tiny.tokens(PROMPTS * 16, fitted("lantern", delta=0.4, k=20), sampling)
+@pytest.mark.parametrize("m, relaxed", [
+    (METHODS["eagle2"], fitted("lantern", delta=0.4, k=20)), (coupled(), coupled(omega=1.5)),
+    (coupled(), coupled(k=8, delta=0.4, residual="relaxed"))], ids=lambda m: m.label)
+def test_relaxing_accepts_more_and_its_tv_excess_says_so(tiny, m, relaxed):
+    strict, relaxed = (tiny.tokens(PROMPTS * 16, m, Sampling.of(list(range(64)))) for m in (m, relaxed))
     assert relaxed.target_forwards.sum() < strict.target_forwards.sum()
     assert (strict.tv_excess == 0).all() and (relaxed.tv_excess > 0).any()
 
@@ -383,7 +395,8 @@ def test_a_broken_draft_model_costs_speed_and_no_picture(tiny):
 @pytest.mark.parametrize(("m", "settings"), [
     (method("speculative", depth=3), UNFILTERED), (method("eagle1", tree=TREE), FILTERED),
     (method("eagle2", **DYNAMIC), UNFILTERED), (method("cool-sd", tree=TREE, omega=0.5), UNFILTERED),
-], ids=lambda value: getattr(value, "name", ""))
+    (coupled(), UNFILTERED), (coupled(coupling="none"), UNFILTERED),
+], ids=lambda value: getattr(value, "label", ""))
 def test_pictures_have_the_target_distribution(minute, m, settings):
     """A quarter of the pictures of tests/slow/test_picture_laws.py, which has more methods and rules that are wrong."""
     assert m.lossless and abs(far_from_target(minute, m, settings, requests=25_000)) < 4.5

@@ -46,8 +46,7 @@ def main():
     first, minutes, count = given.seed, given.minutes, given.workers
     if given.case is not None:
         first, minutes, count = given.case, 1e-9, 1
-    totals = workers.run(ops, first, minutes, count, given.sanitized, environment,
-                         lambda text: print(text, flush=True))
+    totals = workers.run(ops, first, minutes, count, given.sanitized, environment, lambda text: print(text, flush=True))
     print(totals.table())
     print(f"{len(totals.found)} found in {totals.seconds:.0f} s, cases from {first} on")
     if given.json:

@@ -108,30 +108,28 @@ def test_a_wrong_table_of_neighbors_is_found(wrong, monkeypatch):
     assert finding.what.startswith("neighbors of code ")
 
 
-def test_an_input_that_is_written_is_found(monkeypatch):
-    def write(_, arguments):
-        arguments[2].mul_(0.5)
-
-    _, finding = found("sample_residual", monkeypatch, write)
-    assert finding.what.startswith("AssertionError: sample_residual wrote to an input")
+def writes(_, arguments):
+    arguments[2].mul_(0.5)
 
 
-def test_an_error_is_found(monkeypatch):
-    def fail(_, arguments):
-        if arguments[0].shape[1] == 3:
-            raise RuntimeError("three tokens")
-
-    _, finding = found("sample_residual", monkeypatch, fail)
-    assert finding.what == "RuntimeError: three tokens"
+def fails(_, arguments):
+    if arguments[0].shape[1] == 3:
+        raise RuntimeError("three tokens")
 
 
-@pytest.mark.parametrize("backend", ["wrong", "oracle"])
-def test_a_refusal_of_good_arguments_is_found(backend, monkeypatch):
-    def refuse(_, arguments):
-        raise ValueError("target_probs must be otherwise")
+def refuses(_, arguments):
+    raise ValueError("target_probs must be otherwise")
 
-    case, finding = found("sample_residual", monkeypatch, refuse, backend)
-    assert finding.what == "ValueError: target_probs must be otherwise" and case.rows > 0
+
+@pytest.mark.parametrize("wrong, backend, what", [
+    (writes, "wrong", "AssertionError: sample_residual wrote to an input"),
+    (fails, "wrong", "RuntimeError: three tokens"),
+    (refuses, "wrong", "ValueError: target_probs must be otherwise"),
+    (refuses, "oracle", "ValueError: target_probs must be otherwise"),
+])
+def test_what_a_kernel_must_not_do_is_found(wrong, backend, what, monkeypatch):
+    case, finding = found("sample_residual", monkeypatch, wrong, backend)
+    assert finding.what.startswith(what) and case.rows > 0
 
 
 def test_a_refusal_for_another_reason_is_found():

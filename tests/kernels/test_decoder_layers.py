@@ -30,21 +30,17 @@ def read(x, layers, cache, widths, rotations, first=3):
 
 @CPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_bit_depends_on_nodes_batch_or_threads(dtype):
+def test_no_bit_depends_on_nodes_batch_or_threads(dtype, set_threads):
     (x, layers, cache, _, _, _, rotations), _ = cases.decoder_layers(1, 33, 192, 3, 3, 64, 500, {"dtype": dtype})
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one_by_one, written = read(x, layers, cache, [1] * 33, rotations)
-        for num_threads in (1, 2, 3):
-            torch.set_num_threads(num_threads)
-            for widths in ([33], [2, 3, 5, 9, 14], [17, 16]):
-                got, got_cache = read(x, layers, cache, widths, rotations)
-                assert torch.equal(got, one_by_one) and torch.equal(got_cache, written)
-        many = read(x.repeat(6, 1, 1), layers, cache.repeat(1, 6, 1, 1, 1, 1), [17, 16], rotations)[0]
-        assert torch.equal(many, one_by_one.repeat(6, 1, 1))
-    finally:
-        torch.set_num_threads(threads)
+    set_threads(1)
+    one_by_one, written = read(x, layers, cache, [1] * 33, rotations)
+    for num_threads in (1, 2, 3):
+        set_threads(num_threads)
+        for widths in ([33], [2, 3, 5, 9, 14], [17, 16]):
+            got, got_cache = read(x, layers, cache, widths, rotations)
+            assert torch.equal(got, one_by_one) and torch.equal(got_cache, written)
+    many = read(x.repeat(6, 1, 1), layers, cache.repeat(1, 6, 1, 1, 1, 1), [17, 16], rotations)[0]
+    assert torch.equal(many, one_by_one.repeat(6, 1, 1))
     oracle = decoder_layers(x, layers, cache.clone(), torch.tensor([3]), chain(33), 3 + torch.arange(33)[None],
                             rotations, backend="oracle")
     assert not torch.equal(oracle, one_by_one)  # the above is about products in another order

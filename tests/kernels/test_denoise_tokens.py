@@ -12,7 +12,7 @@ CPU = pytest.mark.skipif(cases.DEVICE != "cpu", reason="only the CPU's kernel pr
 
 @CPU
 @pytest.mark.parametrize("rows", [1, 2])
-def test_no_bit_depends_on_tokens_or_threads(rows):
+def test_no_bit_depends_on_tokens_or_threads(rows, set_threads):
     (noise, z, *others), kwargs = cases.denoise_tokens(33, 7, 8, rows, 80, 2)
     guidance = kwargs.pop("guidance", torch.ones(33))
 
@@ -20,16 +20,12 @@ def test_no_bit_depends_on_tokens_or_threads(rows):
         given = {"guidance": guidance[part]} if rows == 2 else {}
         return denoise_tokens(noise[part], z[part], *others, **kwargs, **given, backend=backend)
 
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = [torch.cat(parts) for parts in zip(*(run(slice(i, i + 1)) for i in range(33)))]
-        for num_threads in (1, 2, 3):
-            torch.set_num_threads(num_threads)
-            for n in (1, 2, 3, 5, 7, 12, 13, 33):
-                assert all(torch.equal(got, expected[:n]) for got, expected in zip(run(slice(n)), alone))
-    finally:
-        torch.set_num_threads(threads)
+    set_threads(1)
+    alone = [torch.cat(parts) for parts in zip(*(run(slice(i, i + 1)) for i in range(33)))]
+    for num_threads in (1, 2, 3):
+        set_threads(num_threads)
+        for n in (1, 2, 3, 5, 7, 12, 13, 33):
+            assert all(torch.equal(got, expected[:n]) for got, expected in zip(run(slice(n)), alone))
     oracle = run(slice(33), "oracle")
     assert not torch.equal(oracle.states, alone[0])  # the above is about sums in another order
 

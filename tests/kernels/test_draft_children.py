@@ -27,8 +27,7 @@ def settings(guidance=(1.0,), temperature=(1.0,), top_k=(0,), top_p=(1.0,)):
 def children(probs, uniforms, backend, **others):
     """One node, whose row is these probabilities: tokens and row as lists, and its status."""
     logits = torch.tensor([[probs]], dtype=torch.float64).log().float().to(DEVICE)
-    out = draft_children(logits, None, torch.tensor([[uniforms]], device=DEVICE), **settings(**others),
-                         backend=backend)
+    out = draft_children(logits, None, torch.tensor([[uniforms]], device=DEVICE), **settings(**others), backend=backend)
     return out.tokens[0, 0].tolist(), out.probs[0, 0].tolist(), out.status.item()
 
 

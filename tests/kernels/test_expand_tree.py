@@ -36,8 +36,7 @@ def test_two_nodes_by_hand(backend):
         [[1/2, 1/4, 1/8, 1/8], [0, 0, 1/4, 3/4]], [0.0, log(1/2)], backend=backend)
     assert tokens == [[0, 1, 2], [3, 2, 0]]
     half = np.float32(log(1/2))
-    assert scores == [[log(1/2), log(1/4), log(1/8)],
-                      [half + np.float32(log(3/4)), half + np.float32(log(1/4)), -INF]]
+    assert scores == [[log(1/2), log(1/4), log(1/8)], [half + np.float32(log(3/4)), half + np.float32(log(1/4)), -INF]]
     assert frontier == [0, 3, 1] and status == [0, 0]
 
 

@@ -171,8 +171,7 @@ def test_settings_are_per_request(backend):
         torch.tensor([1.0, 0.5, 1.0, 0.0], device=DEVICE),
         torch.tensor([2, 0, 0, 1], dtype=torch.int32, device=DEVICE),
         torch.tensor([1.0, 1.0, 0.6, 1.0], device=DEVICE), backend=backend)
-    expected = torch.tensor([[8, 4, 0, 0, 0], [64, 16, 4, 1, 1], [0, 8, 4, 0, 0], [8, 4, 2, 1, 1.0]],
-                            device=DEVICE)
+    expected = torch.tensor([[8, 4, 0, 0, 0], [64, 16, 4, 1, 1], [0, 8, 4, 0, 0], [8, 4, 2, 1, 1.0]], device=DEVICE)
     expected = (expected / expected.sum(-1, keepdim=True)).unsqueeze(1).expand(4, 2, 5)
     torch.testing.assert_close(probs, expected, rtol=1e-6, atol=0)
     assert not status.any()

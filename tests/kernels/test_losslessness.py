@@ -333,8 +333,7 @@ def test_random_trees_by_chi_square(siblings, sampled, omega):
         if sampled:
             rows = torch.cat([root, children], 1)
             draft_row = torch.arange(N, dtype=torch.int32).clamp(max=m)
-            options = {"draft_probs": draft[rows].to(DEVICE),
-                       "draft_row": draft_row.repeat(chunk, 1).to(DEVICE)}
+            options = {"draft_probs": draft[rows].to(DEVICE), "draft_row": draft_row.repeat(chunk, 1).to(DEVICE)}
         if omega:
             options["omega"] = torch.tensor([1.0, omega]).flip(0).repeat(chunk, 1).to(DEVICE)
         first_child, next_sibling = (t.repeat(chunk, 1) for t in links(torch.tensor([parents])))

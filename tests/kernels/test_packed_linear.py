@@ -26,17 +26,15 @@ def test_is_a_linear_layer_whose_rows_do_not_depend_on_each_other(dtype):
 
 
 @pytest.mark.skipif(cases.DEVICE != "cpu", reason="of threads on a CPU")
-def test_every_thread_knows_denormal_numbers():
+def test_every_thread_knows_denormal_numbers(set_threads):
     weight, x = pack_weight(torch.full((4096, 1024), 1e-20)), torch.full((256, 1024), 1e-22)
-    threads = torch.get_num_threads()
+    set_threads(2)
     try:
-        torch.set_num_threads(2)
         torch.set_flush_denormal(True)
         assert all(packed_linear(x, weight, 4096).view(torch.int32).all() for _ in range(20))
         assert torch.tensor(1e-40) * 1 == 0, "the caller's own setting is as before"
     finally:
         torch.set_flush_denormal(False)
-        torch.set_num_threads(threads)
 
 
 def test_refuses_what_it_cannot_read():

@@ -33,9 +33,7 @@ def test_residuals_by_hand(backend, draft, omega, masses):
         assert one(backend, TARGET, draft, uniform, omega) == (token, 0)
 
 
-@pytest.mark.parametrize("uniform, token", [
-    (0.0, 1), (0.49, 1), (0.5, 3), (1.0, 3), (NAN, 1), (INF, 3), (-1.0, 1),
-])
+@pytest.mark.parametrize("uniform, token", [(0.0, 1), (0.49, 1), (0.5, 3), (1.0, 3), (NAN, 1), (INF, 3), (-1.0, 1)])
 def test_the_draw_stays_where_mass_is(backend, uniform, token):
     """Equality goes on to the next token, and no uniform leads outside."""
     assert one(backend, [0.0, 0.5, 0.0, 0.5, 0.0], None, uniform) == (token, 0)

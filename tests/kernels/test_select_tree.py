@@ -171,8 +171,7 @@ def test_grows_eagle_2s_tree(backend, V, K, depth, N, ties):
         chosen = frontier.clamp(min=0)
         scores = child_scores.flatten(1).gather(1, chosen.long()).masked_fill(frontier < 0, -INF)
         level_parents = (chosen + offset).tolist()
-        paths = [[paths[b][i // K] + (tokens[b].flatten()[i].item(),) for i in chosen[b].tolist()]
-                 for b in range(2)]
+        paths = [[paths[b][i // K] + (tokens[b].flatten()[i].item(),) for i in chosen[b].tolist()] for b in range(2)]
     tokens, scores, parents = (torch.cat(part, 1) for part in zip(*candidates))
     tokens, parents, _, status = select_tree(
         tokens, scores, parents, torch.tensor(root, device=DEVICE),

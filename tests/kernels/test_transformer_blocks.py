@@ -13,21 +13,17 @@ CPU = pytest.mark.skipif(cases.DEVICE != "cpu", reason="only the CPU's kernel pr
 
 @CPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_bit_depends_on_rows_wanted_or_threads(dtype):
+def test_no_bit_depends_on_rows_wanted_or_threads(dtype, set_threads):
     (x, blocks), kwargs = cases.transformer_blocks(5, 130, 48, 3, 80, {"dtype": dtype, "mask": True})
-    mask, threads = kwargs["key_mask"], torch.get_num_threads()
-    wanted = torch.randint(130, (5, 7), generator=torch.Generator().manual_seed(0))
-    try:
-        torch.set_num_threads(1)
-        alone = torch.cat([transformer_blocks(x[r: r + 1], blocks, key_mask=mask[r: r + 1]) for r in range(5)])
-        for num_threads in (1, 2, 3):
-            torch.set_num_threads(num_threads)
-            for rows in (1, 2, 5):
-                assert torch.equal(transformer_blocks(x[:rows], blocks, key_mask=mask[:rows]), alone[:rows])
-            some = transformer_blocks(x, blocks, key_mask=mask, wanted=wanted)
-            assert torch.equal(some, alone[torch.arange(5)[:, None], wanted])
-    finally:
-        torch.set_num_threads(threads)
+    mask, wanted = kwargs["key_mask"], torch.randint(130, (5, 7), generator=torch.Generator().manual_seed(0))
+    set_threads(1)
+    alone = torch.cat([transformer_blocks(x[r: r + 1], blocks, key_mask=mask[r: r + 1]) for r in range(5)])
+    for num_threads in (1, 2, 3):
+        set_threads(num_threads)
+        for rows in (1, 2, 5):
+            assert torch.equal(transformer_blocks(x[:rows], blocks, key_mask=mask[:rows]), alone[:rows])
+        some = transformer_blocks(x, blocks, key_mask=mask, wanted=wanted)
+        assert torch.equal(some, alone[torch.arange(5)[:, None], wanted])
     oracle = transformer_blocks(x, blocks, key_mask=mask, backend="oracle")
     assert not torch.equal(oracle, alone)  # the above is about sums in another order
 

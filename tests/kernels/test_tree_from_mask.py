@@ -1,11 +1,9 @@
 """tree_from_mask on trees small enough to check by hand, and the way back from tree_mask."""
-import random
-
 import pytest
 import torch
 
 from specvis_kernels import INVALID_TREE, tree_from_mask, tree_links, tree_mask
-from tests.cases import DEVICE
+from tests.cases import DEVICE, three_trees
 
 
 def parents(rows):
@@ -35,13 +33,7 @@ def test_what_is_no_tree_is_reported_by_tree_links(rows, expected):
 @pytest.mark.parametrize("N, reach", [(1, 1), (59, 9), (60, 60), (65, 20), (130, 130)])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float16, torch.int64])
 def test_there_and_back(N, reach, dtype):
-    """Random trees, three a batch, with unused leaves."""
-    rng = random.Random(N + reach)
-    trees = [[-1] + [rng.randrange(max(0, n - reach), n) for n in range(1, N)] for _ in range(3)]
-    for n in rng.sample(range(N), N // 4):
-        if n > 0 and n not in trees[1]:
-            trees[1][n] = -2
-    expected = torch.tensor(trees, dtype=torch.int32, device=DEVICE)
+    expected = three_trees(N, reach)
     mask = tree_mask(tree_links(expected).ancestors).to(dtype)
     assert torch.equal(tree_from_mask(mask), expected)
     assert torch.equal(tree_from_mask(mask[1]), expected[1:2])

@@ -52,8 +52,7 @@ def test_cached_columns_come_first(backend, length, columns, expected):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_additive(backend, dtype):
-    mask = tree_mask(ancestors_of([-1, 0, 0]), lengths(1), columns=4, form="additive", dtype=dtype,
-                     backend=backend)
+    mask = tree_mask(ancestors_of([-1, 0, 0]), lengths(1), columns=4, form="additive", dtype=dtype, backend=backend)
     assert mask.dtype == dtype
     by_name = tree_mask(ancestors_of([-1, 0, 0]), lengths(1), columns=4, form="additive", dtype=str(dtype)[6:],
                         backend=backend)
@@ -92,8 +91,7 @@ def test_a_long_cache(backend):
     """Longer than a program's block of columns; the packed rows begin within bytes."""
     args = ancestors_of([-1, 0, -2]), lengths(2500)
     mask = tree_mask(*args, columns=2503, backend=backend)
-    assert mask[0].nonzero().tolist() == [
-        *[[0, c] for c in range(2501)], *[[1, c] for c in range(2502)], [2, 2502]]
+    assert mask[0].nonzero().tolist() == [*[[0, c] for c in range(2501)], *[[1, c] for c in range(2502)], [2, 2502]]
     packed = tree_mask(*args, columns=2503, form="packed", backend=backend).cpu().numpy()
     assert np.array_equal(packed, np.packbits(mask.flatten(1).cpu().numpy(), axis=1, bitorder="little"))
 

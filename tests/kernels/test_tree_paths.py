@@ -1,12 +1,10 @@
 """tree_paths and tree_from_paths on trees small enough to check by hand, and there and back."""
-import random
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specvis_kernels import INVALID_TREE, _define, tree_from_paths, tree_links, tree_paths
-from tests.cases import DEVICE
+from tests.cases import DEVICE, three_trees
 
 
 def paths(*parents, max_depth=None, dtype=torch.int32):
@@ -43,13 +41,8 @@ def test_unused_and_invalid_nodes_are_on_no_path(monkeypatch):
 
 @pytest.mark.parametrize("N, reach", [(1, 1), (59, 9), (60, 60), (65, 20), (130, 130), (300, 300)])
 def test_there_and_back(N, reach):
-    """Random trees, three a batch, with unused leaves; the order is that of Python's lists."""
-    rng = random.Random(N + reach)
-    trees = [[-1] + [rng.randrange(max(0, n - reach), n) for n in range(1, N)] for _ in range(3)]
-    for n in rng.sample(range(N), N // 4):
-        if n > 0 and n not in trees[1]:
-            trees[1][n] = -2
-    parents = torch.tensor(trees, dtype=torch.int32, device=DEVICE)
+    """The order is that of Python's lists."""
+    parents = three_trees(N, reach)
     depth = tree_links(parents).depth.max().item()
     got = tree_paths(parents, depth)
     assert torch.equal(tree_from_paths(got, N), parents)

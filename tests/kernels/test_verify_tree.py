@@ -221,9 +221,7 @@ def test_a_ragged_tree(backend, accepting, max_depth, accepted_nodes):
         assert got[:2] == (accepted_nodes, end % 4)
 
 
-@pytest.mark.parametrize("uniform, token", [
-    (0.0, 0), (0.49, 0), (0.5, 1), (0.74, 1), (0.75, 2), (0.875, 3), (0.99, 3),
-])
+@pytest.mark.parametrize("uniform, token", [(0.0, 0), (0.49, 0), (0.5, 1), (0.74, 1), (0.75, 2), (0.875, 3), (0.99, 3)])
 def test_a_tree_of_the_root_alone_draws_from_its_row(backend, uniform, token):
     assert verify(backend, [ROW], [9], [-1], [uniform]) == ([], token, 0.0, 0)
     assert verify(backend, [ROW], [9], [-1], [uniform], greedy=True) == ([], 0, 0.0, 0)

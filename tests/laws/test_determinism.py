@@ -38,18 +38,14 @@ def of_three(op):
 
 
 @pytest.mark.parametrize("op, backend", [(op, backend) for op, backend in EVERY if backend in ("oracle", "cpu")])
-def test_the_number_of_threads_is_all_the_same(op, backend):
-    before = torch.get_num_threads()
-    try:
-        for case in LONG.get(op, [cases.CASES[op][-1]]):
-            args, kwargs = make(op, *case)
-            results = []
-            for threads in (1, 2, 4, 8):
-                torch.set_num_threads(threads)
-                results.append(run(op, args, kwargs, backend))
-            assert all(all_same(result, results[0]) for result in results)
-    finally:
-        torch.set_num_threads(before)
+def test_the_number_of_threads_is_all_the_same(op, backend, set_threads):
+    for case in LONG.get(op, [cases.CASES[op][-1]]):
+        args, kwargs = make(op, *case)
+        results = []
+        for threads in (1, 2, 4, 8):
+            set_threads(threads)
+            results.append(run(op, args, kwargs, backend))
+        assert all(all_same(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize("op", [op for op, backend in EVERY if backend == "cuda_emulated"])

@@ -9,8 +9,7 @@ import specvis.decoding.coupling
 import specvis.decoding.speculative
 from specvis.decoding.methods import METHODS, method
 from tests.decoding.conftest import minute  # noqa: F401
-from tests.decoding.pictures import DYNAMIC, FILTERED, TREE, UNFILTERED, far_from_target
-from tests.decoding.test_jacobi import coupled
+from tests.decoding.pictures import DYNAMIC, FILTERED, TREE, UNFILTERED, coupled, far_from_target
 
 
 @pytest.mark.parametrize("settings", [UNFILTERED, FILTERED], ids=["unfiltered", "filtered"])

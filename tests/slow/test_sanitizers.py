@@ -44,8 +44,7 @@ def test_the_sanitizers_find_nothing(tests):
 def test_the_sanitizers_see_shared_memory(kernel, threads, shared, cluster, says):
     """Each thread uses 8 bytes; static ones are there for 64. Another block's are in its image."""
     folder = cuda_on_cpu.BUILD / "cuda_on_cpu_examples_sanitized"
-    path = cuda_on_cpu.build([cuda_on_cpu.HERE / "examples.cu"], folder / "examples.so",
-                             *cuda_on_cpu.SANITIZE)
+    path = cuda_on_cpu.build([cuda_on_cpu.HERE / "examples.cu"], folder / "examples.so", *cuda_on_cpu.SANITIZE)
     program = f"""if True:
         import numpy as np
         from tests.cuda_on_cpu.test_cuda_on_cpu import examples
