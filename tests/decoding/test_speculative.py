@@ -19,19 +19,9 @@ from specvis.decoding.sampling import Sampling
 from specvis.decoding.speculative import speculative_decode
 from specvis.pipelines.positions import draw_margins
 from specvis_kernels import backends, philox_uniforms
-from tests.decoding.pictures import (
-    DYNAMIC,
-    FILTERED,
-    PROMPTS,
-    TREE,
-    UNFILTERED,
-    begun,
-    coupled,
-    eagle,
-    far_from_target,
-    fitted,
-)
+from tests.decoding.pictures import DYNAMIC, FILTERED, PROMPTS, TREE, UNFILTERED, begun, eagle, far_from_target, fitted
 
+COUPLED = method("jacobi", seed_exact=False, window=3)
 LOSSLESS = [m.name for m in METHODS.values() if m.lossless and m.drafting != "none"]
 
 
@@ -212,8 +202,8 @@ def test_lantern_with_delta_0_is_eagle2(tiny):
 
 
 @pytest.mark.parametrize("m, relaxed", [
-    (METHODS["eagle2"], fitted("lantern", delta=0.4, k=20)), (coupled(), coupled(omega=1.5)),
-    (coupled(), coupled(k=8, delta=0.4, residual="relaxed"))], ids=lambda m: m.label)
+    (METHODS["eagle2"], fitted("lantern", delta=0.4, k=20)), (COUPLED, COUPLED.changed(omega=1.5)),
+    (COUPLED, COUPLED.changed(k=8, delta=0.4, residual="relaxed"))], ids=lambda m: m.label)
 def test_relaxing_accepts_more_and_its_tv_excess_says_so(tiny, m, relaxed):
     strict, relaxed = (tiny.tokens(PROMPTS * 16, m, Sampling.of(list(range(64)))) for m in (m, relaxed))
     assert relaxed.target_forwards.sum() < strict.target_forwards.sum()
@@ -395,7 +385,7 @@ def test_a_broken_draft_model_costs_speed_and_no_picture(tiny):
 @pytest.mark.parametrize(("m", "settings"), [
     (method("speculative", depth=3), UNFILTERED), (method("eagle1", tree=TREE), FILTERED),
     (method("eagle2", **DYNAMIC), UNFILTERED), (method("cool-sd", tree=TREE, omega=0.5), UNFILTERED),
-    (coupled(), UNFILTERED), (coupled(coupling="none"), UNFILTERED),
+    (COUPLED, UNFILTERED), (COUPLED.changed(coupling="none"), UNFILTERED),
 ], ids=lambda value: getattr(value, "label", ""))
 def test_pictures_have_the_target_distribution(minute, m, settings):
     """A quarter of the pictures of tests/slow/test_picture_laws.py, which has more methods and rules that are wrong."""

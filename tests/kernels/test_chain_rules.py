@@ -183,10 +183,15 @@ def strict(P, Q, x):
             [normalized(residual(P[x[:i]], Q[x[:i]])) for i in range(len(x))] + [P[x]])
 
 
-def block(P, Q, x):
+def ratios_of(P, Q, x):
     ratios = [F(1)]
     for i, v in enumerate(x):
         ratios.append(ratio(ratios[-1] * P[x[:i]][v], Q[x[:i]][v]))
+    return ratios
+
+
+def block(P, Q, x):
+    ratios = ratios_of(P, Q, x)
     residuals = [residual(P[x[:i]], Q[x[:i]], ratios[i]) for i in range(len(x))]
     kept = [sum(row) / (sum(row) + 1 - p) if p < 1 else F(sum(row) > 0) for row, p in zip(residuals[1:], ratios[1:])]
     return [*kept, ratios[-1]] if x else [], [*map(normalized, residuals), P[x]]
@@ -194,10 +199,7 @@ def block(P, Q, x):
 
 def block_by_ratio(P, Q, x):
     """The control: a prefix is kept below its ratio."""
-    ratios = [F(1)]
-    for i, v in enumerate(x):
-        ratios.append(ratio(ratios[-1] * P[x[:i]][v], Q[x[:i]][v]))
-    return ratios[1:], block(P, Q, x)[1]
+    return ratios_of(P, Q, x)[1:], block(P, Q, x)[1]
 
 
 def sides(threshold):

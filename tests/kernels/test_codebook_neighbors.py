@@ -6,36 +6,25 @@ from specvis_kernels import codebook_neighbors
 from specvis_kernels.codebook_neighbors import BLOCK
 from tests.cases import DEVICE
 
-
-def neighbors(codes, k, **kwargs):
-    return codebook_neighbors(torch.tensor(codes, dtype=torch.float32, device=DEVICE), k, **kwargs).tolist()
-
-
-def test_l2_by_hand():
-    """Codes on a line at 0, 1, 3, 7: from 3 it is 2 to 1, 3 to 0, 4 to 7."""
-    assert neighbors([[0], [1], [3], [7]], 3) == [[1, 2, 3], [0, 2, 3], [1, 0, 3], [2, 1, 0]]
-    assert neighbors([[0], [1], [3], [7]], 1) == [[1], [0], [1], [2]]
+LINE = [[0], [1], [3], [7]]  # from 3 it is 2 to 1, 3 to 0, 4 to 7
+FAR = [[1, 0], [9, 0], [0, 1], [2, 1]]  # (1, 0) and (9, 0) are in one direction; (2, 1) is between them and (0, 1)
 
 
-def test_cosine_by_hand():
-    """Angles 0, 90, 45, 0 degrees and a zero row, at a right angle to all: ties go to the lower id."""
-    codes = [[1, 0], [0, 2], [3, 3], [9, 0], [0, 0]]
-    assert neighbors(codes, 4, metric="cosine") == [
-        [3, 2, 1, 4], [2, 0, 3, 4], [0, 1, 3, 4], [0, 2, 1, 4], [0, 1, 2, 3]]
-
-
-def test_normalize_by_hand():
-    """(1, 0) and (9, 0) are far apart, in one direction; (2, 1) is between them and (0, 1)."""
-    codes = [[1, 0], [9, 0], [0, 1], [2, 1]]
-    assert neighbors(codes, 3) == [[2, 3, 1], [3, 0, 2], [0, 3, 1], [0, 2, 1]]  # 2 = 2 < 64 | 50 < 64 < 82
-    assert neighbors(codes, 3, normalize=True) == [[1, 3, 2], [0, 3, 2], [3, 0, 1], [0, 1, 2]]
-
-
-def test_ties_go_to_the_lower_id():
-    assert neighbors([[0], [1], [-1], [1], [0]], 4) == [
-        [4, 1, 2, 3], [3, 0, 4, 2], [0, 4, 1, 3], [1, 0, 4, 2], [0, 1, 2, 3]]
-    assert neighbors([[0.1, 0.7]] * 4, 3, normalize=True) == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
-    assert neighbors([[0, 0]] * 3, 2) == [[1, 2], [0, 2], [0, 1]]
+@pytest.mark.parametrize("codes, k, options, expected", [
+    (LINE, 3, {}, [[1, 2, 3], [0, 2, 3], [1, 0, 3], [2, 1, 0]]),
+    (LINE, 1, {}, [[1], [0], [1], [2]]),
+    # Angles 0, 90, 45, 0 degrees and a zero row, at a right angle to all: ties go to the lower id.
+    ([[1, 0], [0, 2], [3, 3], [9, 0], [0, 0]], 4, {"metric": "cosine"},
+     [[3, 2, 1, 4], [2, 0, 3, 4], [0, 1, 3, 4], [0, 2, 1, 4], [0, 1, 2, 3]]),
+    (FAR, 3, {}, [[2, 3, 1], [3, 0, 2], [0, 3, 1], [0, 2, 1]]),  # 2 = 2 < 64 | 50 < 64 < 82
+    (FAR, 3, {"normalize": True}, [[1, 3, 2], [0, 3, 2], [3, 0, 1], [0, 1, 2]]),
+    ([[0], [1], [-1], [1], [0]], 4, {}, [[4, 1, 2, 3], [3, 0, 4, 2], [0, 4, 1, 3], [1, 0, 4, 2], [0, 1, 2, 3]]),
+    ([[0.1, 0.7]] * 4, 3, {"normalize": True}, [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]),
+    ([[0, 0]] * 3, 2, {}, [[1, 2], [0, 2], [0, 1]]),
+])
+def test_by_hand(codes, k, options, expected):
+    codes = torch.tensor(codes, dtype=torch.float32, device=DEVICE)
+    assert codebook_neighbors(codes, k, **options).tolist() == expected
 
 
 @pytest.mark.parametrize("metric", ["l2", "cosine"])

@@ -125,14 +125,12 @@ def test_groups(backend, group, accept_prob):
         assert one(backend, 1, accept, 0.67, group=group) == (token, is_kept, accept_prob - 0.5, 0)
 
 
-def test_a_group_may_keep_less(backend):
+def test_a_group_may_keep_less_or_nothing(backend):
     """Token 0 alone is always kept. With token 1 it has 12 of 12, with token 2 10 of 8, with 1 and 2 14 of 16."""
     assert one(backend, 0, 0.874, group=[1, 2]) == (0, True, 0.0, 0)
     assert one(backend, 0, 0.875, 0.67, group=[1, 2]) == (3, False, 0.0, 0)
     assert one(backend, 0, 0.999, group=[1, 2], omega=1.5) == (0, True, 0.0, 0)
-
-
-def test_a_group_without_mass_is_not_kept(backend):
+    # without mass
     assert one(backend, 0, 0.0, target=[0.0, 0.0, 0.5, 0.5], draft=[0.5, 0.5, 0.0, 0.0], group=[1]) == (
         2, False, 0.0, 0)
 

@@ -90,12 +90,9 @@ def test_an_invalid_parent_of_many(backend, M):
     assert source == [-1, -1, *range(1, M)]
 
 
-def test_what_is_not_kept_may_have_any_parent(backend):
+def test_what_is_not_kept_may_have_any_parent_and_there_may_be_no_candidates(backend):
     assert one_tree([-1.0, -5.0, -INF], [-1, 99, -99], 2, 4, backend) == [[7, 10, 0, 0], [-1, 0, -2, -2],
                                                                          [-1, 0, -1, -1], 0]
-
-
-def test_no_candidates(backend):
     assert one_tree([], [], 3, 3, backend) == [[7, 0, 0], [-1, -2, -2], [-1, -1, -1], 0]
 
 

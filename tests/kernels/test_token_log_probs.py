@@ -42,14 +42,11 @@ def test_by_hand(backend, settings, sampled, full):
     assert got[0] == close(sampled) and got[1] == close(full) and got[2] == [0, 0, 0]
 
 
-def test_tokens_that_are_none_or_not_there(backend):
+def test_tokens_that_are_none_not_there_or_impossible(backend):
     """No row: 0, whose exponential is 1. A row that does not exist: INVALID_ROW. An id that does not exist: never."""
     got = of_one_row([1, 1], [0, 0, 0, -1, 2, 1], rows=[-1, 2, 1, 0, 1, 0], backend=backend)
     assert got[0] == got[1] == close([1, 0, 0.5, 0, 0, 0.5])
     assert got[2] == [0, INVALID_ROW, 0, 0, 0, 0]
-
-
-def test_an_impossible_token_and_an_invalid_row(backend):
     assert of_one_row([1, 0, 1], [0, 1], backend=backend)[:2] == ([0.5, 0], [0.5, 0])
     assert of_one_row([0, 0], [0, 1], backend=backend) == ([0, 0], [0, 0], [INVALID_ROW] * 2)
 

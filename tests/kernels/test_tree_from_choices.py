@@ -10,6 +10,7 @@ def test_by_hand():
     parents, rank = tree_from_choices([[2], [0, 1], [0], (0, 0), [1], [2, 0, 5], [2, 0]])
     assert parents.tolist() == [[-1, 0, 0, 0, 1, 1, 3, 6]] and parents.dtype == torch.int32
     assert rank.tolist() == [[0, 0, 1, 2, 0, 1, 0, 5]] and rank.dtype == torch.int64
+    assert [a.tolist() for a in tree_from_choices([])] == [[[-1]], [[0]]]
 
 
 def test_the_paths_of_ranks_can_be_read_off():
@@ -18,11 +19,6 @@ def test_the_paths_of_ranks_can_be_read_off():
     parents, rank = tree_from_choices(choices)
     paths = tree_paths(parents, 4)[0, :16]
     assert rank[0][paths][:, 1:].tolist() == choices[-16:]
-
-
-def test_no_choices():
-    parents, rank = tree_from_choices([])
-    assert parents.tolist() == [[-1]] and rank.tolist() == [[0]]
 
 
 @pytest.mark.parametrize("choices, message", [

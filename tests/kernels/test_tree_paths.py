@@ -79,12 +79,9 @@ def test_parents_by_hand(dtype):
     assert tree_links(got).status.tolist() == [0]
 
 
-def test_several_trees():
+def test_several_trees_and_the_root_alone():
     assert parents([[[0, 1], [0, 2]], [[0, 2], [0, -1]], [[0, -1], [-1, -1]]], 3).tolist() == [
         [-1, 0, 0], [-1, -2, 0], [-1, -2, -2]]
-
-
-def test_the_root_alone():
     assert parents([[0]], 1).tolist() == [[-1]]
     assert tree_from_paths(torch.zeros(2, 0, 3, dtype=torch.int64, device=DEVICE), 2).tolist() == [[-1, -2]] * 2
 

@@ -13,16 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 
 import specvis_kernels
-from specvis_kernels import (
-    _define,
-    backends,
-    draw_tokens,
-    guided_probs,
-    philox_uniforms,
-    philox_words,
-    sample_residual,
-    verify_greedy,
-)
+from specvis_kernels import backends, draw_tokens, guided_probs, philox_uniforms, sample_residual, verify_greedy
+from specvis_kernels.noise import philox_words
 from specvis_kernels.status import INVALID_DRAFT, INVALID_ROW, StatusError
 from tests import cases
 from tests.cases import DEVICE
@@ -447,6 +439,6 @@ def test_logits_in_place_of_probabilities_are_reported(op, backend, name, monkey
     status = run(op, (), named, backend)[-1]
     bit = INVALID_DRAFT if name == "draft_probs" and name != PARAMETERS[op][0] else INVALID_ROW
     assert (status & bit).any() and (bit == INVALID_DRAFT or (status & bit).all())
-    monkeypatch.setattr(_define, "CHECKS", True)
+    monkeypatch.setattr("specvis_kernels._define.CHECKS", True)
     with pytest.raises(StatusError, match="are they logits rather than probabilities"):
         run(op, (), named, backend)

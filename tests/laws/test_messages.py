@@ -127,6 +127,8 @@ CHILDREN = [
     (SEEDED | {"positions": None}, r"positions must be int64 or int32 \(B=2, F=3\), got NoneType, not a tensor"),
     (SEEDED | {"num_children": None}, "num_children must be an integer >= 1, got None"),
 ]
+PHILOX = [({name: wrong}, f"{name} must be an integer >= 0, got {wrong}")
+          for name, wrong in (("n", -1), ("stream", -1), ("turn", 0.5))]
 REFUSED = {
     "accept_gaussian": [
         ({"draft_log_sigmas": None}, r"draft_log_sigmas must be float32 \(B=2, G=3, C=4\), got NoneType"),
@@ -188,22 +190,16 @@ REFUSED = {
         ({"offset": -1}, r"offset must be in \[0, V - C\] = \[0, 0\], got -1"),
     ],
     "philox_uniforms": [
-        ({"seeds": EACH}, r"seeds must be int64 or int32 \(B=2\), got float32 \(2,\)"),
         ({"seeds": 0.5}, r"seeds must be int64 or int32 \(B=1\), or integers of 64 bits, one for each .*, got 0.5"),
         ({"positions": -1}, "positions must be .*, or an integer >= 0, got -1"),
-        ({"positions": torch.zeros(2, 1)}, r"positions must be int64 or int32 \(B=2, L=1\), got float32 \(2, 1\)"),
         ({"positions": torch.zeros(3, 1).long()}, r"seeds must be int64 or int32 \(B=3\), got int64 \(2,\)"),
-        ({"n": -1}, "n must be an integer >= 0, got -1"),
-        ({"stream": -1}, "stream must be an integer >= 0, got -1"),
-        ({"turn": 0.5}, "turn must be an integer >= 0, got 0.5"),
+        *PHILOX,
     ],
     "philox_words": [
         ({"seeds": EACH}, r"seeds must be int64 or int32 \(B=2\), got float32"),
         ({"positions": IDS.float()}, r"positions must be int64 or int32 \(B=2, L=3\)"),
         ({"positions": IDS[0]}, r"positions must have 2 dimensions \(B, L\)"),
-        ({"n": -1}, "n must be an integer >= 0, got -1"),
-        ({"stream": -1}, "stream must be an integer >= 0, got -1"),
-        ({"turn": 0.5}, "turn must be an integer >= 0, got 0.5"),
+        *PHILOX,
     ],
     "resample_gaussian": [
         ({"variant": "path"}, "target_means must be None with variant 'path', .* got Tensor"),
@@ -214,9 +210,7 @@ REFUSED = {
         ({"x": torch.zeros(2, 0)}, r"x must be a tensor \(.., E\) with E >= 1, got \(2, 0\)"),
         ({"x": torch.zeros(2, 4).int()}, r"x must be float32 or float16 or bfloat16 \(a=2, E=4\), got int32 \(2, 4\)"),
         ({"weight": torch.ones(3)}, r"weight must be float32 \(E=4\), got float32 \(3,\)"),
-        ({"weight": torch.ones(4).half()}, r"weight must be float32 \(E=4\), got float16 \(4,\)"),
         ({"residual": torch.ones(4, 2)}, r"residual must be float32 \(a=2, E=4\), got float32 \(4, 2\)"),
-        ({"residual": torch.ones(2, 4).bfloat16()}, r"residual must be float32 \(a=2, E=4\), got bfloat16 \(2, 4\)"),
         ({"eps": -1e-6}, "eps must be a number >= 0 that fits into float32, got -1e-06"),
         ({"eps": math.nan}, "eps must be a number >= 0 that fits into float32, got nan"),
         ({"eps": torch.zeros(2, 4)}, "eps must be .* got a tensor: residual is given by name"),
@@ -240,7 +234,6 @@ REFUSED = {
         ({"gate": torch.zeros(2, 4).double()},
          r"gate must be float32 or float16 or bfloat16 \(a=2, F=4\), got float64"),
         ({"up": torch.zeros(2, 5)}, r"up must be float32 \(a=2, F=4\), got float32 \(2, 5\)"),
-        ({"up": torch.zeros(2, 4).half()}, r"up must be float32 \(a=2, F=4\), got float16 \(2, 4\)"),
     ],
     "token_log_probs": [
         ({"tokens": IDS[:, :2]}, r"tokens must be int64 or int32 \(B=2, K=3\)"),

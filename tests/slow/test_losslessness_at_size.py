@@ -101,17 +101,19 @@ def first_tokens(result, children):
     return torch.where(result.num_accepted > 0, accepted, result.next_token)
 
 
-def by_verify_tree(P, Q, children, omega, g):
-    """Without Q the children are point masses."""
-    siblings, options = children.shape[1], {}
-    if Q is not None:
-        options = {"draft_probs": Q.repeat(BATCH, 1, 1), "draft_row": torch.zeros(BATCH, siblings + 1).int()}
-    target_probs, tree = P.repeat(BATCH, siblings + 1, 1), stars(siblings)
+def by_op(op, rows, Q, children, g, **options):
+    """By verify_tree or verify_logits. Without Q the children are point masses, or, if it is "seeds", equal draws."""
+    siblings = children.shape[1]
+    rows, tree = [row.repeat(BATCH, siblings + 1, 1) for row in rows], stars(siblings)
+    if torch.is_tensor(Q):
+        options |= {"draft_probs": Q.repeat(BATCH, 1, 1), "draft_row": torch.zeros(BATCH, siblings + 1).int()}
 
     def of(children):
         tokens, uniforms = torch.nn.functional.pad(children, (1, 0)), torch.rand(BATCH, siblings + 1, generator=g)
-        return first_tokens(verify_tree(target_probs, tokens, *tree, uniforms, max_depth=1, omega=omega, **options,
-                                        backend="cpu"), children)
+        if isinstance(Q, str):
+            uniforms = None
+            options.update(seeds=torch.randint(2**62, (BATCH,), generator=g), positions=torch.zeros_like(tokens))
+        return first_tokens(op(*rows, tokens, *tree, uniforms, max_depth=1, **options, backend="cpu"), children)
 
     return torch.cat([of(part) for part in children.split(BATCH)])
 
@@ -137,7 +139,7 @@ def test_verify_tree(peaked, sampled, siblings, omega):
     children = children_of(Q, DRAWS, siblings, g) if sampled else Q.topk(siblings).indices.repeat(DRAWS, 1)
     Q = Q if sampled else None
     target = P.double() / P.double().sum()
-    assert accepts(by_verify_tree(P, Q, children, omega, g), target)
+    assert accepts(by_op(verify_tree, [P], Q, children, g, omega=omega), target)
     assert rejects(by_the_unmodified_target(P, Q, children, g), target)
 
 
@@ -186,24 +188,6 @@ def logits_of_a_row(g):
     return logits, logits * 0.7 + torch.randn(V, generator=g) * 0.3, (logits * 1.8).softmax(0)
 
 
-def by_verify_logits(logits, uncond, Q, children, settings, g):
-    """Without Q the children are point masses, or, where Q is "seeds", verified by equality."""
-    siblings, options = children.shape[1], {}
-    if torch.is_tensor(Q):
-        options = {"draft_probs": Q.repeat(BATCH, 1, 1), "draft_row": torch.zeros(BATCH, siblings + 1).int()}
-    rows, uncond, tree = logits.repeat(BATCH, siblings + 1, 1), uncond.repeat(BATCH, siblings + 1, 1), stars(siblings)
-
-    def of(children):
-        tokens, uniforms = torch.nn.functional.pad(children, (1, 0)), torch.rand(BATCH, siblings + 1, generator=g)
-        if Q == "seeds":
-            uniforms = None
-            options.update(seeds=torch.randint(2**62, (BATCH,), generator=g), positions=torch.zeros_like(tokens))
-        return first_tokens(verify_logits(rows, uncond, tokens, *tree, uniforms, max_depth=1, **settings, **options,
-                                          backend="cpu"), children)
-
-    return torch.cat([of(part) for part in children.split(BATCH)])
-
-
 @needs_kernels
 @pytest.mark.parametrize("proposal, omega", [
     ("point masses", None), ("sampled", None), ("sampled", 0.7), ("seeds", None)])
@@ -214,7 +198,7 @@ def test_verify_logits(proposal, omega):
     children = children_of(Q, DRAWS, 2, g) if proposal == "sampled" else target.topk(2).indices.repeat(DRAWS, 1)
     settings = FILTERS if omega is None else FILTERS | {"omega": omega}
     Q = {"sampled": Q, "seeds": "seeds"}.get(proposal)
-    assert accepts(by_verify_logits(logits, uncond, Q, children, settings, g), target)
+    assert accepts(by_op(verify_logits, [logits, uncond], Q, children, g, **settings), target)
 
 
 @needs_kernels
@@ -224,7 +208,7 @@ def test_verify_logits_without_one_of_its_settings_is_found(name):
     logits, uncond, _ = logits_of_a_row(g)
     target = filtered(logits, uncond, **FILTERS)
     children = target.topk(2).indices.repeat(20_000, 1)
-    tokens = by_verify_logits(logits, uncond, None, children, FILTERS | {name: LEFT_OUT[name]}, g)
+    tokens = by_op(verify_logits, [logits, uncond], None, children, g, **FILTERS | {name: LEFT_OUT[name]})
     assert rejects(tokens, target)
 
 
