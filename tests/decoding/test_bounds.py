@@ -5,16 +5,8 @@ import math
 import pytest
 import torch
 
-from specvis.decoding.bounds import (
-    chain_bound,
-    level_law,
-    level_tv,
-    omega_schedule,
-    optimal_residual,
-    scaled,
-    schedule_mu,
-    vanilla_residual,
-)
+from specvis.decoding import bounds
+from specvis.decoding.bounds import chain_bound, omega_schedule, optimal_residual, scaled, vanilla_residual
 from specvis_kernels import backends, neighborhood_sum, verify_tree
 from tests.cases import DEVICE
 from tests.decoding.theory import (
@@ -72,8 +64,8 @@ def test_two_tokens_by_hand():
     assert f.tolist() == pytest.approx([2 / 3, 1])
     G = optimal_residual(P, Q, f)
     assert G.tolist() == [0, 1]
-    assert level_law(P, Q, f, G).tolist() == pytest.approx([0.5, 0.5])
-    assert level_tv(P, Q, f, G).item() == pytest.approx(0.25)
+    assert bounds.level_law(P, Q, f, G).tolist() == pytest.approx([0.5, 0.5])
+    assert bounds.level_tv(P, Q, f, G).item() == pytest.approx(0.25)
     assert expected_length([P], [Q], [scaled(2.0)]) == pytest.approx(0.75)
     assert tv_bound([P], [Q], [scaled(2.0)]) == pytest.approx(0.25)
 
@@ -222,11 +214,11 @@ def test_proposition_1():
         assert torch.allclose(optimal_residual(P, Q, f), vanilla_residual(P, Q, f), atol=1e-12)
     for f in [*fs, anything, scaled(0.5)(P, Q)]:
         best = optimal_residual(P, Q, f)
-        nearest = level_tv(P, Q, f, best)
+        nearest = bounds.level_tv(P, Q, f, best)
         assert torch.allclose(nearest, (Q * f - P).clamp(min=0).sum(-1), atol=1e-12)
         others = [rows(200, V, seed=seed) for seed in range(10, 30)]
         others += [0.99 * best + 0.01 * other for other in others] + [vanilla_residual(P, Q, f)]
-        gaps = torch.stack([level_tv(P, Q, f, other) - nearest for other in others])
+        gaps = torch.stack([bounds.level_tv(P, Q, f, other) - nearest for other in others])
         assert gaps.min() >= -1e-12
         assert gaps.max() > 0.01
 
@@ -263,14 +255,14 @@ def test_tv_excess_averages_to_the_distance_of_one_draft(backend, omega):
 def test_the_schedule_has_mean_delta(nu, length):
     omegas = omega_schedule(1.1, length, nu)
     assert sum(omegas) / length == pytest.approx(1.1)
-    assert schedule_mu(length, nu) == pytest.approx(
+    assert bounds.schedule_mu(length, nu) == pytest.approx(
         math.log(sum(math.exp(-nu * i) for i in range(1, length + 1)) / length))
     for a, b in itertools.pairwise(omegas):
         assert b / a == pytest.approx(math.exp(-nu))
 
 
 def test_the_schedule_at_the_papers_nu():
-    assert schedule_mu(5, 0.7) == pytest.approx(-1.6538, abs=1e-4)
+    assert bounds.schedule_mu(5, 0.7) == pytest.approx(-1.6538, abs=1e-4)
     assert omega_schedule(1.0, 5, 0.7) == pytest.approx([2.595, 1.289, 0.640, 0.318, 0.158], abs=1e-3)
     assert omega_schedule(2.0, 3, 0.0) == [2.0, 2.0, 2.0]
     for wrong in [(-1, 5, 0.7), (1, 0, 0.7), (1, 5, math.inf), (math.nan, 5, 0.7)]:

@@ -13,6 +13,7 @@ from specvis.decoding.speculative import speculative_decode
 from specvis.decoding.trees import Adaptation, Shapes
 from specvis_kernels import codebook_neighbors, draw_tokens, guided_probs
 from tests.decoding.pictures import chi_square
+from tests.decoding.test_jacobi import Fixed
 from tests.models.test_interface import CONDITION, DIM, PADDING_MASK, VOCAB, BagModel, S, next_logits
 
 B, ROWS, COLUMNS = len(CONDITION), 3, 5
@@ -122,14 +123,8 @@ def test_the_tokens_around_a_newline_have_the_baselines_distribution(m):
     assert chi_square(decoded.tokens[:, [3, 5]] - FIRST, probs.flatten(), LAST - FIRST) < 4
 
 
-class ByColumn(RowsModel):
+class ByColumn(Fixed, RowsModel):
     """At temperature 0 the code at column c is 2 + c, whatever came before."""
-
-    def extend(self, tokens, nodes, cache):
-        return (nodes.position_ids - S + 1).double()[..., None]
-
-    def prefill(self, condition, padding_mask, cache):
-        return torch.zeros(len(condition), S, 1, dtype=torch.float64)
 
     def logits(self, hidden):
         return 50.0 * torch.nn.functional.one_hot(FIRST + hidden[..., 0].long() % COLUMNS, VOCAB)

@@ -7,19 +7,15 @@ import pytest
 import torch
 
 from specvis_kernels import INVALID_TREE, expand_tree, select_tree, tree_links
-from tests.cases import DEVICE, exact_probs
+from tests.cases import DEVICE, exact_probs, tensor
 
 INF, NAN = math.inf, math.nan
 
 
 def one_tree(scores, parents, size=4, N=4, backend=None):
     """Tokens, parents, source (lists) and status of one request; the tokens are 10 + m, the root's is 7."""
-    def tensor(values, dtype):
-        return torch.tensor([values], dtype=dtype, device=DEVICE)
-
-    M = len(scores)
-    out = select_tree(tensor([10 + m for m in range(M)], torch.int64), tensor(scores, torch.float32),
-                      tensor(parents, torch.int32), tensor(7, torch.int64), tensor(size, torch.int32),
+    out = select_tree(tensor([[10 + m for m in range(len(scores))]], torch.int64), tensor([scores]),
+                      tensor([parents], torch.int32), tensor([7], torch.int64), tensor([size], torch.int32),
                       num_nodes=N, backend=backend)
     return [a[0].tolist() for a in out]
 

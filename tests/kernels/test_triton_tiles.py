@@ -12,39 +12,29 @@ from specvis_kernels import backends
 from tests import cases
 from tests.cases.comparing import assert_agree, run
 
+pytestmark = pytest.mark.skipif("triton" not in backends("verify_tree", cases.DEVICE), reason="needs Triton")
 K_AND_P = [(1.5, 1.0, 20, 0.8), (1.0, 0.0, 0, 1.0), (0.5, 2.0, 0, 0.9)]
 
 
-@pytest.mark.skipif("triton" not in backends("guided_probs", cases.DEVICE), reason="needs Triton")
 @pytest.mark.parametrize("op, case", [
     ("guided_probs", (3, 2, 40, torch.float32, True, K_AND_P, "each")),
     ("guided_probs", (3, 1, 33, torch.bfloat16, True, K_AND_P, "all", "p_then_k")),
     ("draw_tokens", (3, 1, 40, torch.float32, True, K_AND_P, None, 3)),
     ("verify_logits", (3, 6, 40, 3, {"settings": K_AND_P, "ranges": "all", "k": 6, "residual": "relaxed"})),
-])
-def test_rows_of_several_tiles(op, case, monkeypatch):
-    from specvis_kernels.triton import _filters
+    *((op, case)  # inexact rows
+      for op in ("couple_tokens", "draw_children", "neighborhood_sum", "sample_residual", "verify_chain", "verify_tree")
+      for case in cases.CASES[op] if case[-1] is False and max(n for n in case if isinstance(n, int)) < 100
+      or isinstance(case[-1], dict) and case[-1].get("exact") is False)])
+def test_rows_of_several_tiles_or_blocks(op, case, monkeypatch):
+    from specvis_kernels.triton import _filters, _rows
     monkeypatch.setattr(_filters, "MAX_TILE", 16)
     monkeypatch.setattr(_filters, "MAX_BITS", 2)
-    args, kwargs = getattr(cases, op)(*case)
-    assert_agree(op, *(run(op, args, kwargs, backend) for backend in ("triton", "oracle")))
-
-
-@pytest.mark.skipif("triton" not in backends("verify_tree", cases.DEVICE), reason="needs Triton")
-@pytest.mark.parametrize("op, case", [
-    (op, case)
-    for op in ("couple_tokens", "draw_children", "neighborhood_sum", "sample_residual", "verify_chain", "verify_tree")
-    for case in cases.CASES[op] if case[-1] is False and max(n for n in case if isinstance(n, int)) < 100
-    or isinstance(case[-1], dict) and case[-1].get("exact") is False])
-def test_inexact_rows_of_several_blocks(op, case, monkeypatch):
-    from specvis_kernels.triton import _rows
     monkeypatch.setitem(_rows.MAX_BLOCK, "V", 4)
     monkeypatch.setitem(_rows.MAX_BLOCK, "k", 4)
     args, kwargs = getattr(cases, op)(*case)
     assert_agree(op, *(run(op, args, kwargs, backend) for backend in ("triton", "oracle")))
 
 
-@pytest.mark.skipif("triton" not in backends("tree_attention", cases.DEVICE), reason="needs Triton")
 def test_chunks_that_have_programs_of_their_own_give_the_same_bits(monkeypatch):
     """With many rows or few: the chunks end at 128 columns, one of them amid the nodes."""
     kernels = importlib.import_module("specvis_kernels.triton.tree_attention")
