@@ -168,11 +168,6 @@ def test_imports_point_one_way():
     assert not lines("python/**/*.py", beside_public_names)  # but for the one list of what a host's model may be
 
 
-def test_types_are_declared():
-    """A type checker reads the annotations of a package that has this file (PEP 561)."""
-    assert (PACKAGE / "py.typed").exists()
-
-
 def test_the_version_stands_in_one_place():
     version = specvis_kernels.__version__
     files = ("pyproject.toml", "setup.py", "csrc/**/*.*", "specvis_kernels/**/*.py", "python/specvis/**/*.py")
@@ -228,6 +223,7 @@ def test_every_file_of_data_has_a_license():
     assert "*.png" not in patterns  # some pictures are MIT
 
 
-def test_the_ops_depend_on_torch_alone():
+def test_the_ops_depend_on_torch_alone_and_declare_types():
+    assert (PACKAGE / "py.typed").exists()  # then a type checker reads the annotations of a package (PEP 561)
     written = (ROOT / "pyproject.toml").read_text()
     assert re.search(r"^dependencies = (\[.*?\])", written, re.M)[1] == '["torch>=2.10.0a0"]'

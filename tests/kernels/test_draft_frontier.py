@@ -10,6 +10,7 @@ from specvis_kernels import INVALID_ROW, draft_frontier, guided_probs
 from tests.cases import DEVICE, backends_but
 
 INF, NAN = math.inf, math.nan
+PLAIN = dict(guidance=1.0, temperature=1.0, top_k=0, top_p=1.0)
 
 
 def tensors(**values):
@@ -27,7 +28,7 @@ def frontier(rows, scores=(0.0,), ancestors=(1,), candidates=(-1,), width=2, dep
     """One request whose rows are probabilities, without guidance and filters. The result as lists."""
     logits = torch.tensor([rows], dtype=torch.float64).log().float().to(DEVICE)
     given = tensors(scores=[scores], ancestors=[[[word] for word in ancestors]], candidates=[candidates],
-                    width=[width], depth=[depth], guidance=[1.0], temperature=[1.0], top_k=[0], top_p=[1.0])
+                    width=[width], depth=[depth]) | PLAIN
     out = draft_frontier(logits, None, **given, num_children=K, level=level, first_node=first_node,
                          first_candidate=first_candidate, backend=backend)
     lists = {name: t[0].tolist() for name, t in out._asdict().items()}
@@ -102,8 +103,7 @@ def test_an_invalid_row_has_no_children(backend, bad):
 
 def test_the_last_bit_of_a_word_and_the_first_of_the_next(backend):
     """Nodes 63 and 64, below a node whose ancestors are nodes 1 and 65."""
-    given = tensors(scores=[[0.0]], ancestors=[[[2, 2]]], candidates=[[-1]], width=[2], depth=[9], guidance=[1.0],
-                    temperature=[1.0], top_k=[0], top_p=[1.0])
+    given = tensors(scores=[[0.0]], ancestors=[[[2, 2]]], candidates=[[-1]], width=[2], depth=[9]) | PLAIN
     out = draft_frontier(torch.zeros(1, 1, 4, device=DEVICE), None, **given, num_children=2, level=1, first_node=63,
                          first_candidate=0, backend=backend)
     assert out.ancestors.tolist() == [[[2 - 2**63, 2], [2, 3]]]
@@ -166,10 +166,8 @@ def test_probabilities_that_round_alike_are_ties(backend):
     """exp of the two logits differs in its last bit and their quotients by the total do not: the lower id is first."""
     g = torch.Generator().manual_seed(1)
     x = -torch.rand(1, 1, 64, generator=g) * 2**-20
-    given = tensors(scores=[[0.0]], ancestors=[[[1]]], candidates=[[-1]], width=[64], depth=[1], guidance=[1.0],
-                    temperature=[1.0], top_k=[0], top_p=[1.0])
-    one = given["guidance"]
-    probs = guided_probs(x.to(DEVICE), None, one, one, given["top_k"], one, backend="oracle").probs[0, 0]
+    given = tensors(scores=[[0.0]], ancestors=[[[1]]], candidates=[[-1]], width=[64], depth=[1]) | PLAIN
+    probs = guided_probs(x.to(DEVICE), None, **PLAIN, backend="oracle").probs[0, 0]
     out = draft_frontier(x.to(DEVICE), None, **given, num_children=60, level=1, first_node=1, first_candidate=0,
                          backend=backend)
     order = sorted(range(64), key=lambda v: (-probs[v].item(), v))[:60]

@@ -33,11 +33,8 @@ def test_cutoffs(backend, cutoff, delta, relaxed_mass):
 
 
 @pytest.mark.parametrize("cutoff, delta, relaxed_mass, masses", [
-    ("tvd", 0.124, 0.125, [4, 2, 0, 1]),
-    ("tvd", 0.125, 0.25, [4, 2, 0, 0]),
-    ("tvd", 0.375, 0.5, [4, 0, 0, 0]),
-    ("jsd", 0.0539, 0.125, [4, 2, 0, 1]),
-    ("jsd", 0.0540, 0.25, [4, 2, 0, 0]),
+    ("tvd", 0.124, 0.125, [4, 2, 0, 1]), ("tvd", 0.125, 0.25, [4, 2, 0, 0]), ("tvd", 0.375, 0.5, [4, 0, 0, 0]),
+    ("jsd", 0.0539, 0.125, [4, 2, 0, 1]), ("jsd", 0.0540, 0.25, [4, 2, 0, 0]),
 ])
 def test_neighbors_far_down_the_list(backend, cutoff, delta, relaxed_mass, masses):
     """Token 2's neighbors 3 and 1 are among ids that do not exist, further apart than one warp looks at once."""
@@ -163,6 +160,9 @@ def test_an_empty_residual_falls_back_to_the_target(backend):
     # and rejected, it leaves 1/4 1/8 1/8 as if nothing had happened (its neighbors are too heavy).
     got = verify(backend, [ROW], [9, 2, 0], [-1, 0, 0], [0.5, 0.5, 0.5], **tree)
     assert got[:2] == ([], 2) and got[3] == EMPTY_RESIDUAL
+    # A sampled child, relaxed with omega 1/2, from a draft equal to the target: everything is taken away at u >= 1/2.
+    got = verify(backend, [ROW], [9, 0], [-1, 0], [0.99, 0.5], draft=[ROW], omega=[0.5], residual="relaxed")
+    assert got == ([], 3, 0, EMPTY_RESIDUAL)
 
 
 def test_an_empty_residual_becomes_uniform(backend):
@@ -187,12 +187,6 @@ def test_an_empty_residual_becomes_uniform(backend):
     third = dict(rows=[[1.0, 0.0, 0.0]], tokens=[9, 0], parents=[-1, 0], **twice)
     tokens = [verify(backend, uniforms=[u, 0.5], **third)[1] for u in (0.333, 0.334, 0.666, 0.667, 1.0)]
     assert tokens == [0, 1, 1, 2, 2]
-
-
-def test_an_empty_residual_of_a_sampled_child(backend):
-    """Relaxed with omega 1/2 and a draft equal to the target: everything is taken away at u >= 1/2."""
-    got = verify(backend, [ROW], [9, 0], [-1, 0], [0.99, 0.5], draft=[ROW], omega=[0.5], residual="relaxed")
-    assert got == ([], 3, 0, EMPTY_RESIDUAL)
 
 
 def test_tv_excess_counts_only_what_is_reached(backend):
