@@ -25,7 +25,8 @@ K_AND_P = [(1.5, 1.0, 20, 0.8), (1.0, 0.0, 0, 1.0), (0.5, 2.0, 0, 0.9)]
       for op in ("couple_tokens", "draw_children", "neighborhood_sum", "sample_residual", "verify_chain", "verify_tree")
       for case in cases.CASES[op] if case[-1] is False and max(n for n in case if isinstance(n, int)) < 100
       or isinstance(case[-1], dict) and case[-1].get("exact") is False)])
-def test_rows_of_several_tiles_or_blocks(op, case, monkeypatch):
+def test_rows_of_several_tiles(op, case, monkeypatch):
+    """Or of several blocks."""
     from specvis_kernels.triton import _filters, _rows
     monkeypatch.setattr(_filters, "MAX_TILE", 16)
     monkeypatch.setattr(_filters, "MAX_BITS", 2)
