@@ -495,8 +495,7 @@ def main():
             subject = Subject.random(size, class_config(size), recorder, options.device)
         subject.threads = threads
         for batch in options.batch:
-            for record in measure(subject, methods, batch, options.seconds, say, options.forwards,
-                                  options.ours):
+            for record in measure(subject, methods, batch, options.seconds, say, options.forwards, options.ours):
                 records.append(record)
                 print(line_of(record), flush=True)
             if options.json is not None:  # what is measured is kept, whatever ends the rest

@@ -242,8 +242,7 @@ def gpu_ops() -> str:
     lines = []
     for title, op, sizes in OPS:
         shapes = [f"{batch * ROWS_OF_A_REQUEST.get(op, 1)} {sizes}" for batch in (1, 8, 64)]
-        found = {backend: [times.get((op, shape, backend)) for shape in shapes]
-                 for backend in ("cuda", *OTHERS)}
+        found = {backend: [times.get((op, shape, backend)) for shape in shapes] for backend in ("cuda", *OTHERS)}
         found = {backend: us for backend, us in found.items() if any(us)}
         ours, *_ = found.values()
         (_, own), *others = [(backend, " / ".join(

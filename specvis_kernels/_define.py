@@ -70,6 +70,8 @@ def define(name: str, *, oracle: Callable, meta: Callable, result: type | None =
     written = [names.index(argument) for argument in writes]
     dense = [i for i, argument in enumerate(names)
              if kinds[argument] in (Tensor, Tensor | None) and argument not in (*writes, *strided)]
+    if result is not None and result.__doc__.startswith(f"{result.__name__}("):  # the text that NamedTuple makes
+        result.__doc__ = f"What `{name}` returns. Its docstring explains the fields."
     kernels = _kernels[name] = {"oracle": _undisturbed(oracle)}
     for key in ("CPU", "CUDA"):
         if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
@@ -169,7 +171,6 @@ def backends(name: str, device: str = "cpu") -> list[str]:
         ValueError: there is no such op
 
     Examples:
-        >>> from specvis_kernels import backends
         >>> backends("tree_links")[0]
         'oracle'
     """

@@ -11,7 +11,6 @@ from .status import INVALID_ROW, INVALID_RULE
 
 
 class AcceptGaussianResult(NamedTuple):
-    """What `accept_gaussian` returns. Its docstring explains the fields."""
     num_accepted: Tensor  # (B,)   int32
     is_accepted: Tensor   # (B, G) bool
     is_rejected: Tensor   # (B, G) bool
@@ -76,8 +75,6 @@ def accept_gaussian(tokens: Tensor, log_ratio: Tensor, uniforms: Tensor,
         ValueError: an argument's dtype, shape or device differs from the above, G or C is 0, or the variant is unknown
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import accept_gaussian
         >>> drafts = torch.zeros(1, 3, 16)                  # one request, three drafts of 16 channels
         >>> log_ratio = torch.tensor([[0.5, -1.0, -3.0]])   # r is 1.65, 0.37 and 0.05
         >>> uniforms = torch.tensor([[0.9, 0.2, 0.4]])

@@ -39,8 +39,6 @@ def codebook_neighbors(codebook: Tensor, k: int, *, metric: str = "l2", normaliz
         ValueError: a dtype, shape, metric or k other than the above, or V is not `size`
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import codebook_neighbors
         >>> codebook = torch.tensor([[0.0], [1.0], [3.0], [7.0]])   # four codes of one channel
         >>> codebook_neighbors(codebook, 2).int()
         tensor([[1, 2],

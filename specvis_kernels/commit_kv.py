@@ -52,8 +52,6 @@ def commit_kv(caches: Tensor | Sequence[Tensor], accepted_nodes: Tensor, num_acc
             first, or the list is empty or has pairs: a list of pairs (k, v) must be flattened
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import commit_kv
         >>> cache = torch.tensor([[7, 8, 10, 11, 12, 13, 0]])    # columns 0 and 1 are committed, then nodes 0 to 3
         >>> commit_kv(cache, torch.tensor([[2, 3]]), torch.tensor([2]), torch.tensor([2]))
         tensor([5])

@@ -11,7 +11,6 @@ from .status import INVALID_ROW
 
 
 class CommitTokensResult(NamedTuple):
-    """What `commit_tokens` returns. Its docstring explains the fields."""
     new_tokens: Tensor  # (B, P + 1) int64
     nodes: Tensor       # (B, P + 1) int64
     num_new: Tensor     # (B,)       int64
@@ -66,8 +65,6 @@ def commit_tokens(tokens: Tensor, counts: Tensor, failed: Tensor, target_forward
                     contiguous
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import commit_tokens
         >>> tokens, counts = torch.tensor([[7, 0, 0, 0, 0]]), torch.tensor([1])      # one token of five
         >>> zero, accounts = torch.tensor([0]), torch.zeros(2, 1, 5, dtype=torch.int64)
         >>> step = commit_tokens(tokens, counts, torch.tensor([False]), zero.clone(), *accounts, torch.zeros(1),

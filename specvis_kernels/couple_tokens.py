@@ -12,7 +12,6 @@ from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, IN
 
 
 class CoupleTokensResult(NamedTuple):
-    """What `couple_tokens` returns. Its docstring explains the fields."""
     tokens: Tensor     # (B, W) int64
     is_kept: Tensor    # (B, W) bool
     num_kept: Tensor   # (B,)   int32
@@ -93,8 +92,6 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
             delta, groups come with neighbors or another residual than "optimal", or "released" with a single column
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import couple_tokens
         >>> P = torch.tensor([[0.5, 0.25, 0.25]]).repeat(1, 2, 1)   # one request, two positions with the same rows
         >>> Q = torch.tensor([[0.25, 0.5, 0.25]]).repeat(1, 2, 1)
         >>> uniforms = torch.tensor([[[0.6, 0.0], [0.4, 0.0]]])

@@ -170,8 +170,6 @@ def decoder_layers(x: Tensor, layers: PackedLayers, kv_cache: Tensor, lengths: T
         ValueError: an argument's dtype, shape or device differs from the above
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import DecoderLayer, decoder_layers, pack_layers, tree_links
         >>> w = torch.zeros(16, 16)                              # E = F = D = 16, one head: nothing is added to x
         >>> layers = pack_layers([DecoderLayer(w.repeat(3, 1), w, w, w, w, torch.ones(16), None)], heads=1)
         >>> chain = tree_links(torch.tensor([[-1, 0]], dtype=torch.int32)).ancestors
@@ -261,8 +259,7 @@ def _oracle(x: Tensor, matrices: Tensor, vectors: Tensor, last_norm: Tensor | No
     for layer, (matrix, vector) in enumerate(zip(matrices, vectors)):
         qkv, out, gate_up, down = (matrix[begin:end] for begin, end in zip([0, *ends], ends))
         Q = (H + 2 * G) * D
-        first_norm, ffn_norm, out_bias, qkv_bias, scale, shift = vector.split(
-            vector_sizes(E, H, G, D, has_head_norms))
+        first_norm, ffn_norm, out_bias, qkv_bias, scale, shift = vector.split(vector_sizes(E, H, G, D, has_head_norms))
         y = normed(stream, first_norm if has_first_norm else None).to(dtype)
         y = (times(y, qkv, Q, E) + qkv_bias).view(R, N, H + 2 * G, D)
         qk, v = y[:, :, :H + G], y[:, :, H + G:]

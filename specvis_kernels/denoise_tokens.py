@@ -122,8 +122,6 @@ def denoise_tokens(noise: Tensor, z: Tensor, time: Tensor, network: PackedDenois
         ValueError: an argument's dtype, shape or device differs from the above
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import DenoiserBlock, denoise_tokens, pack_denoiser
         >>> w, b = torch.zeros(16, 16), torch.zeros(16)          # W = 16, C = 2: epsilon and v are 0
         >>> block = DenoiserBlock(b, b, w, b, w, b, w.repeat(3, 1), b.repeat(3))
         >>> network = pack_denoiser([block], w[:, :2], b, w.repeat(2, 1), b.repeat(2), w[:4], b[:4])

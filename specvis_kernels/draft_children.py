@@ -14,7 +14,6 @@ from .guided_probs import _oracle as guided_probs
 
 
 class DraftChildrenResult(NamedTuple):
-    """What `draft_children` returns. Its docstring explains the fields."""
     tokens: Tensor  # (B, F, K) int64
     probs: Tensor   # (B, F, V) float32
     status: Tensor  # (B, F)    int32
@@ -65,8 +64,6 @@ def draft_children(logits: Tensor, uncond: Tensor | None, uniforms: Tensor | Non
                     of uniforms and seeds are given, or id_range or filters is not as in `guided_probs`
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import draft_children
         >>> logits = torch.tensor([[[0.0, 2.0, 1.0, -1.0]]])
         >>> settings = dict(guidance=1.0, temperature=1.0, top_k=3, top_p=1.0)
         >>> level = draft_children(logits, None, torch.tensor([[[0.9, 0.0, 0.5, 0.5]]]), **settings)

@@ -12,7 +12,6 @@ from .guided_probs import _oracle as guided_probs
 
 
 class DraftFrontierResult(NamedTuple):
-    """What `draft_frontier` returns. Its docstring explains the fields."""
     child_tokens: Tensor   # (B, F * K) int64
     child_scores: Tensor   # (B, F * K) float32
     child_parents: Tensor  # (B, F * K) int32
@@ -85,8 +84,6 @@ def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancest
                     filters is not as in `guided_probs`
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import draft_frontier
         >>> settings = dict(width=torch.tensor([2], dtype=torch.int32), depth=torch.tensor([3]), guidance=1.0,
         ...                 temperature=1.0, top_k=0, top_p=1.0, num_children=2)
         >>> root = dict(scores=torch.zeros(1, 1), ancestors=torch.ones(1, 1, 1, dtype=torch.int64),

@@ -12,7 +12,6 @@ from .status import INVALID_ROW
 
 
 class DrawChildrenResult(NamedTuple):
-    """What `draw_children` returns. Its docstring explains the fields."""
     tokens: Tensor        # (B, F, K) int64
     num_children: Tensor  # (B, F)    int32
     status: Tensor        # (B, F)    int32
@@ -68,8 +67,6 @@ def draw_children(draft_probs: Tensor, uniforms: Tensor | None = None, *, seeds:
                     uniforms and seeds are given
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import draw_children
         >>> draft_probs = torch.tensor([[[0.5, 0.25, 0.25, 0.0]]])
         >>> uniforms = torch.tensor([[[0.6, 0.7, 0.0, 0.0]]])
         >>> children = draw_children(draft_probs, uniforms)

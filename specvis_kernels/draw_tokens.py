@@ -12,7 +12,6 @@ from .status import INVALID_ROW
 
 
 class DrawTokensResult(NamedTuple):
-    """What `draw_tokens` returns. Its docstring explains the fields."""
     tokens: Tensor        # (B, N) int64
     num_accepted: Tensor  # (B,)   int32
     ahead_tokens: Tensor  # (B, N) int64
@@ -75,8 +74,6 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
             the two, or ahead is negative
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import draw_tokens
         >>> logits = torch.tensor([[4.0, 2.0, 1.0, 0.0]]).repeat(1, 3, 1)  # one request, three positions
         >>> settings = dict(guidance=1.0, temperature=2.0, top_k=3, top_p=1.0, seeds=torch.tensor([1]))
         >>> first = draw_tokens(logits, None, positions=torch.tensor([[0, 1, 2]]), **settings)

@@ -12,7 +12,6 @@ from .status import INVALID_ROW
 
 
 class ExpandTreeResult(NamedTuple):
-    """What `expand_tree` returns. Its docstring explains the fields."""
     tokens: Tensor    # (B, F, K) int64
     scores: Tensor    # (B, F, K) float32
     frontier: Tensor  # (B, K)    int32
@@ -56,8 +55,6 @@ def expand_tree(draft_probs: Tensor, scores: Tensor, width: Tensor, *, num_child
         ValueError: a dtype, shape or device differs from the above, F or V is 0, or num_children < 1
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import expand_tree
         >>> draft_probs = torch.tensor([[[0.1, 0.6, 0.3],         # after node 0
         ...                              [0.9, 0.1, 0.0]]])       # after node 1
         >>> scores = torch.tensor([[0.7, 0.2]]).log()

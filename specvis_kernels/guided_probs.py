@@ -11,7 +11,6 @@ from .status import INVALID_ROW
 
 
 class GuidedProbsResult(NamedTuple):
-    """What `guided_probs` returns. Its docstring explains the fields."""
     probs: Tensor   # (B, N, V) float32
     status: Tensor  # (B, N)    int32
 
@@ -68,8 +67,6 @@ def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float
             0 <= first < last <= V, V is 0 or above 2**19, or filters is neither of the two
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import guided_probs
         >>> logits = torch.tensor([[[4.0, 2.0, 1.0, 0.0]]])       # one request, one position, four tokens
         >>> uncond = torch.tensor([[[3.0, 2.0, 1.0, 0.0]]])
         >>> probs, status = guided_probs(logits, uncond, guidance=2.0, temperature=1.0, top_k=2, top_p=1.0)
@@ -92,8 +89,7 @@ def _oracle(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temperature
 
 
 def _meta(logits):
-    return (torch.empty_like(logits, dtype=torch.float32),
-            logits.new_empty(logits.shape[:2], dtype=torch.int32))
+    return torch.empty_like(logits, dtype=torch.float32), logits.new_empty(logits.shape[:2], dtype=torch.int32)
 
 
 _call = define("guided_probs", oracle=_oracle, meta=_meta, result=GuidedProbsResult)

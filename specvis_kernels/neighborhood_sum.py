@@ -14,7 +14,6 @@ CUTOFFS = ("tvd", "ratio", "jsd")
 
 
 class NeighborhoodSumResult(NamedTuple):
-    """What `neighborhood_sum` returns. Its docstring explains the fields."""
     relaxed_mass: Tensor   # (R,) float32
     num_neighbors: Tensor  # (R,) int32
     status: Tensor         # (R,) int32
@@ -62,8 +61,6 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Te
             offset + C > V
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import neighborhood_sum
         >>> probs = torch.tensor([[0.5, 0.25, 0.125, 0.125]])
         >>> neighbors = torch.tensor([[1, 2, 3], [0, 2, 3], [3, 1, 0], [2, 1, 0]], dtype=torch.int32)
         >>> result = neighborhood_sum(probs, torch.tensor([0]), neighbors, torch.tensor([0.375]))

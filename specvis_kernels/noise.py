@@ -32,8 +32,6 @@ def philox_words(seeds: Seeds, positions: Tensor, n: int, stream: int, turn: int
         ValueError: a dtype, shape or device differs from the above, or a number is negative
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import philox_words
         >>> words = philox_words(torch.tensor([0]), torch.tensor([[0, 1]]), 3, stream=0)
         >>> words.shape, hex(words[0, 0, 0])  # the first known answer of the paper's library
         (torch.Size([1, 2, 3]), '0x6627e8d5')
@@ -73,8 +71,6 @@ def gumbel_noise(seeds: Seeds, positions: Tensor, n: int) -> Tensor:
         ValueError: a dtype, shape or device differs from the above, or n is negative
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import gumbel_noise
         >>> noise = gumbel_noise(torch.tensor([7, 7]), torch.tensor([[0, 1], [1, 2]]), 5)
         >>> torch.equal(noise[0, 1], noise[1, 0])  # the same seed and position
         True

@@ -64,8 +64,6 @@ def packed_linear(x: Tensor, weight: Tensor, out_features: int, bias: Tensor | N
         ValueError: an argument's dtype, shape or device differs from the above
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import pack_weight, packed_linear
         >>> packed_linear(torch.tensor([[1., 2.]]), pack_weight(torch.tensor([[3., 4.], [5., 6.]])), 2)
         tensor([[11., 17.]])
     """

@@ -29,8 +29,6 @@ def philox_uniforms(seeds: Seeds, positions: Tensor | int, n: int, *, stream: in
         ValueError: a dtype, shape or device differs from the above, or a number is negative
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import philox_uniforms
         >>> seeds, length = torch.tensor([7, 8]), torch.tensor([[16], [40]])  # two requests, and how far they are
         >>> uniforms = philox_uniforms(seeds, length, 60, stream=0)[:, 0]     # (B, N), for a tree of 60 nodes
         >>> torch.equal(uniforms[1:], philox_uniforms(seeds[1:], length[1:], 60, stream=0)[:, 0])

@@ -11,7 +11,6 @@ from .status import INVALID_ROW, INVALID_RULE, OUT_OF_TRIES
 
 
 class ResampleGaussianResult(NamedTuple):
-    """What `resample_gaussian` returns. Its docstring explains the fields."""
     tokens: Tensor     # (B, G, C) float32
     num_tries: Tensor  # (B, G)    int32
     status: Tensor     # (B, G)    int32
@@ -70,8 +69,6 @@ def resample_gaussian(tokens: Tensor, is_accepted: Tensor, is_rejected: Tensor, 
             unknown
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import resample_gaussian
         >>> draft = torch.tensor([[[1.0]]])                      # one rejected draft of one channel
         >>> no, yes = torch.tensor([[False]]), torch.tensor([[True]])
         >>> proposals = torch.tensor([[[[7.0], [8.0], [9.0]]]])  # of three new paths of the target

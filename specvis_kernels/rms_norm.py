@@ -40,8 +40,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, residual: Tensor |
         ValueError: an argument's dtype, shape or device differs from the above
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import rms_norm
         >>> rms_norm(torch.tensor([[3., 4.]]), torch.tensor([1., 2.]), residual=torch.tensor([[-3., 1.]])).stream
         tensor([[0., 5.]])
     """

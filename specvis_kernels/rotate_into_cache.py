@@ -35,8 +35,6 @@ def rotate_into_cache(qkv: Tensor, kv_cache: Tensor, lengths: Tensor, positions:
         ValueError: an argument's dtype, shape or device differs from the above
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import rotate_into_cache
         >>> cache = torch.zeros(1, 3, 2, 1, 2)
         >>> quarter_turn = torch.tensor([[[0., 1.]]])
         >>> rotate_into_cache(torch.tensor([[[1., 2., 3., 4., 5., 6.]]]), cache, torch.tensor([1]),

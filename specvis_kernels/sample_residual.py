@@ -11,7 +11,6 @@ from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE
 
 
 class SampleResidualResult(NamedTuple):
-    """What `sample_residual` returns. Its docstring explains the fields."""
     tokens: Tensor  # (R,) int64
     status: Tensor  # (R,) int32
 
@@ -49,8 +48,6 @@ def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: 
         ValueError: an argument's dtype, shape or device differs from the above, or V is 0
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import sample_residual
         >>> P, Q = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0.25, 0.5, 0.25]])
         >>> sample_residual(P, Q, torch.tensor([0.9])).tokens  # of P - Q only token 0 is positive
         tensor([0])

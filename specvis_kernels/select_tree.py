@@ -10,7 +10,6 @@ from .status import INVALID_TREE
 
 
 class SelectTreeResult(NamedTuple):
-    """What `select_tree` returns. Its docstring explains the fields."""
     tokens: Tensor   # (B, N) int64
     parents: Tensor  # (B, N) int32
     source: Tensor   # (B, N) int32
@@ -48,8 +47,6 @@ def select_tree(tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, s
         ValueError: a dtype, shape or device differs from the above, or num_nodes < 1
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import select_tree
         >>> tokens = torch.tensor([[11, 12, 13, 14]])
         >>> scores = torch.tensor([[-0.5, -2.0, -1.0, -3.0]])
         >>> parents = torch.tensor([[-1, -1, 0, 1]], dtype=torch.int32)

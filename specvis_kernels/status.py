@@ -62,8 +62,6 @@ def check_status(status: Tensor, op: str | None = None) -> None:
         ValueError: status is no int32 tensor
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import StatusError, check_status, sample_residual
         >>> logits = torch.tensor([[0.5, 0.5], [3.0, -1.0]])  # the first row has probabilities, the second logits
         >>> result = sample_residual(logits, None, torch.tensor([0.3, 0.3]))
         >>> result.status

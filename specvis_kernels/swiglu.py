@@ -24,8 +24,6 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
         ValueError: an argument's dtype, shape or device differs from the above
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import swiglu
         >>> swiglu(torch.tensor([[0., 100.]]), torch.tensor([[3., 3.]]))
         tensor([[  0., 300.]])
     """

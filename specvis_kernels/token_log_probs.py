@@ -12,7 +12,6 @@ from .status import INVALID_ROW
 
 
 class TokenLogProbsResult(NamedTuple):
-    """What `token_log_probs` returns. Its docstring explains the fields."""
     sampled: Tensor  # (B, K) float32
     full: Tensor     # (B, K) float32
     status: Tensor   # (B, K) int32
@@ -63,8 +62,6 @@ def token_log_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | fl
             of the two
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import token_log_probs
         >>> logits = torch.tensor([[[0.5, 0.25, 0.125, 0.125]]]).log()  # one request, one row
         >>> tokens = torch.tensor([[0]])
         >>> result = token_log_probs(logits, None, None, temperature=1.0, top_k=2, top_p=1.0, tokens=tokens)

@@ -103,8 +103,6 @@ def transformer_blocks(x: Tensor, blocks: PackedBlocks, *, key_mask: Tensor | No
         ValueError: an argument's dtype, shape or device differs from the above
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import TransformerBlock, pack_blocks, transformer_blocks
         >>> w, b = torch.zeros(16, 16), torch.zeros(16)          # E = F = 16: only the last bias is added to x
         >>> block = TransformerBlock(b, b, w.repeat(3, 1), b.repeat(3), w, b, b, b, w, b, w, b + 2)
         >>> transformer_blocks(torch.ones(1, 4, 16), pack_blocks([block], heads=1))[0, :, 0]

@@ -50,8 +50,6 @@ def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
         ValueError: an argument's dtype, shape or device differs from the above
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import tree_attention, tree_links
         >>> links = tree_links(torch.tensor([[-1, 0, 0]], dtype=torch.int32))   # a root and its two children
         >>> keys = torch.zeros(1, 4, 1, 32)                                     # one cached column, three nodes
         >>> values = torch.tensor([6., 0., 3., 9.])[None, :, None, None].expand(1, 4, 1, 32)

@@ -28,7 +28,6 @@ def tree_from_choices(choices: Sequence[Sequence[int]], device: torch.device | s
             list
 
     Examples:
-        >>> from specvis_kernels import tree_from_choices
         >>> parents, rank = tree_from_choices([[0], [1], [0, 0], [0, 2]])
         >>> parents
         tensor([[-1,  0,  0,  1,  1]], dtype=torch.int32)

@@ -27,8 +27,6 @@ def tree_from_mask(mask: Tensor) -> Tensor:
         ValueError: mask is no tensor, not square, or N is 0
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import tree_from_mask
         >>> mask = torch.tensor([[1, 0, 0, 0],
         ...                      [1, 1, 0, 0],
         ...                      [1, 0, 1, 0],

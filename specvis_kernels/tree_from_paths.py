@@ -28,8 +28,6 @@ def tree_from_paths(paths: Tensor, num_nodes: int) -> Tensor:
         ValueError: the dtype or shape differs from the above, or num_nodes is no integer >= 1
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import tree_from_paths
         >>> paths = torch.tensor([[0, 1, 3], [0, 2, -1]])  # 0 -> 1, 2 and 1 -> 3
         >>> tree_from_paths(paths, num_nodes=5)            # node 4 is not used
         tensor([[-1,  0,  0,  1, -2]], dtype=torch.int32)

@@ -10,7 +10,6 @@ from .status import INVALID_TREE
 
 
 class TreeLinksResult(NamedTuple):
-    """What `tree_links` returns. Its docstring explains the fields."""
     ancestors: Tensor     # (B, N, W) int64
     depth: Tensor         # (B, N)    int32
     first_child: Tensor   # (B, N)    int32
@@ -45,8 +44,6 @@ def tree_links(parents: Tensor, *, backend: str | None = None) -> TreeLinksResul
         ValueError: the dtype or shape differs from the above, or N is 0
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import tree_links
         >>> parents = torch.tensor([[-1, 0, 0, 1]])    # 0 -> 1, 2 and 1 -> 3
         >>> links = tree_links(parents)
         >>> links.depth

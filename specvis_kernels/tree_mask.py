@@ -41,8 +41,6 @@ def tree_mask(ancestors: Tensor, lengths: Tensor | None = None, *, start: Tensor
             or `columns` is < 1, or missing although `lengths` or `start` is given
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import tree_links, tree_mask
         >>> parents = torch.tensor([[-1, 0, 0, 1]])                      # 0 -> 1, 2 and 1 -> 3
         >>> lengths = torch.tensor([2])                                  # two cached tokens before the tree
         >>> tree_mask(tree_links(parents).ancestors, lengths, columns=6).int()

@@ -26,8 +26,6 @@ def tree_paths(parents: Tensor, max_depth: int | None = None) -> Tensor:
         ValueError: the dtype or shape differs from the above, N is 0, or max_depth is no integer >= 0
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import tree_paths
         >>> tree_paths(torch.tensor([[-1, 0, 0, 1]]), max_depth=2)   # 0 -> 1, 2 and 1 -> 3
         tensor([[[ 0,  1,  3],
                  [ 0,  2, -1],

@@ -16,7 +16,6 @@ RULES = ("strict", "block", "fly")
 
 
 class VerifyChainResult(NamedTuple):
-    """What `verify_chain` returns. Its docstring explains the fields."""
     num_accepted: Tensor  # (B,) int32
     next_token: Tensor    # (B,) int64
     tv_excess: Tensor     # (B,) float32
@@ -105,8 +104,6 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
             those of "fly", or "block" or "fly" with another residual or empty, with omega or with neighbors
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import verify_chain
         >>> row = [0.5, 0.25, 0.125, 0.125]
         >>> target_probs = torch.tensor([row, row, row, row])     # of two requests: with two drafts, and with none
         >>> result = verify_chain(target_probs, torch.tensor([0, 1]), torch.tensor([2, 2]),

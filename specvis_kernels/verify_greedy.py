@@ -10,7 +10,6 @@ from .status import INVALID_TREE
 
 
 class VerifyGreedyResult(NamedTuple):
-    """What `verify_greedy` returns. Its docstring explains the fields."""
     accepted_nodes: Tensor  # (B, P) int32
     num_accepted: Tensor    # (B,)   int32
     next_token: Tensor      # (B,)   int64
@@ -47,8 +46,6 @@ def verify_greedy(target_tokens: Tensor, tokens: Tensor, first_child: Tensor, ne
         ValueError: an argument's dtype, shape or device differs from the above, N is 0, or max_depth is negative
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import tree_links, verify_greedy
         >>> links = tree_links(torch.tensor([[-1, 0, 0, 2]]))
         >>> tokens = torch.tensor([[9, 4, 5, 6]])          # 4 and 5 follow the root, 6 follows 5
         >>> target_tokens = torch.tensor([[5, 0, 6, 7]])   # after the root the target says 5, then 6, then 7

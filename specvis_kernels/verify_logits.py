@@ -88,8 +88,6 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
             seeds are given, or seeds come without positions or with an argument that equality does not use
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import tree_links, verify_logits
         >>> logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().repeat(1, 3, 1)
         >>> links = tree_links(torch.tensor([[-1, 0, 0]]))  # a root and its two children
         >>> tokens, uniforms = torch.tensor([[3, 0, 1]]), torch.tensor([[0.9, 0.5, 0.4]])

@@ -13,7 +13,6 @@ from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, IN
 
 
 class VerifyResult(NamedTuple):
-    """What `verify_tree` returns. Its docstring explains the fields."""
     accepted_nodes: Tensor  # (B, P) int32
     num_accepted: Tensor    # (B,)   int32
     next_token: Tensor      # (B,)   int64
@@ -126,8 +125,6 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
             comes without draft_row or neighbors without delta, or "released" with a single column
 
     Examples:
-        >>> import torch
-        >>> from specvis_kernels import tree_links, verify_tree
         >>> row = [0.5, 0.25, 0.125, 0.125]
         >>> target_probs = torch.tensor([[row, row, row]])  # a root and its two children, tokens 0 and 1
         >>> links = tree_links(torch.tensor([[-1, 0, 0]]))
@@ -320,8 +317,7 @@ def _verify_sampled(target_row, V, tree, draft_row_at, num_draft_rows, draft_row
             column = num_accepted.clamp(max=max_depth - 1)
             accepted_nodes[batch, column] = torch.where(is_accepted, at.child, accepted_nodes[batch, column])
         num_accepted = num_accepted + is_accepted
-        at = _Node(*[torch.where(_to_dims_of(a, is_accepted), a, b)
-                     for a, b in zip(enter(node, num_accepted), stay)])
+        at = _Node(*[torch.where(_to_dims_of(a, is_accepted), a, b) for a, b in zip(enter(node, num_accepted), stay)])
     next_token = torch.where(at.is_valid, draw(at.mass, at.total, uniforms[:, 0]), 0)
     return accepted_nodes, num_accepted, next_token, tv_excess, status | at.status
 
@@ -350,8 +346,7 @@ def _verify_greedy(target_row, V, tree, rule, id_range):
             if id_range is not None:
                 neighbor_mass = torch.where(_is_inside(tokens, id_range[:, n:n + 1]), neighbor_mass, 0)
             relaxed_mass = relaxed_mass + neighbor_mass
-        is_best = ((tokens == argmax) | (relaxed_mass > max_mass)
-                   | ((relaxed_mass == max_mass) & (tokens < argmax)))
+        is_best = ((tokens == argmax) | (relaxed_mass > max_mass) | ((relaxed_mass == max_mass) & (tokens < argmax)))
 
         active = row_is_valid & (depth[:, n] >= 0) & (depth[:, n] < max_depth)
         child, previous = first_child[:, n].long(), torch.full_like(status, n)

@@ -93,6 +93,5 @@ def reject(mass, draft_mass, V, token, token_mass, relaxed_mass, token_draft_mas
             num_cleared = num_kept
             if RESIDUAL == "released":
                 num_cleared = tl.where(num_kept > 0, k, 0)
-            total -= clear_neighbors(mass, V, neighbors + (token - offset) * k, num_cleared, offset,
-                                     BLOCK_K)
+            total -= clear_neighbors(mass, V, neighbors + (token - offset) * k, num_cleared, offset, BLOCK_K)
     return total, draft_total

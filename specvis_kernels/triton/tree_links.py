@@ -75,6 +75,5 @@ def tree_links(parents):
     out = [parents.new_empty((B, N)) for _ in range(3)]
     status = parents.new_empty(B)
     if B > 0:
-        tree_links_kernel[(B,)](parents, ancestors, *out, status, N, W, BLOCK_N=64, BLOCK_W=4,
-                                num_warps=8)
+        tree_links_kernel[(B,)](parents, ancestors, *out, status, N, W, BLOCK_N=64, BLOCK_W=4, num_warps=8)
     return ancestors, *out, status
