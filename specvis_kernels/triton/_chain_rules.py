@@ -11,6 +11,7 @@ from ._rows import (
     INVALID_ROW,
     INVALID_TREE,
     accept_prob,
+    accepts,
     draw,
     draw_residual,
     load_mass,
@@ -36,17 +37,6 @@ def read_rows(row, draft_row, tokens, i, num_drafts, reads_draft, V, BLOCK: tl.c
             status = tl.where(is_draft_valid & ((is_token == 0) | (token_draft_mass > 0)), status, INVALID_DRAFT)
     status = tl.where(is_valid, status, INVALID_ROW)
     return status, token, load_mass(row, token, is_token, True), token_draft_mass, total, draft_total
-
-
-@triton.jit
-def accepts(is_sampled, uniform, token_mass, total, token_draft_mass, draft_total, omega):
-    """u Q(x) < omega P(x), both sides times the totals."""
-    need = uniform.to(tl.float64) * total.to(tl.float64)
-    numerator = omega * token_mass.to(tl.float64)
-    if is_sampled:
-        need = (uniform.to(tl.float64) * token_draft_mass.to(tl.float64)) * total.to(tl.float64)
-        numerator = numerator * draft_total.to(tl.float64)
-    return (need < numerator) & (token_mass > 0)
 
 
 @triton.jit

@@ -200,6 +200,18 @@ def shares(keys, best, lowest_kept):
 
 
 @triton.jit
+def sum_of_shares(scratch, begin, end, V, best, lowest_kept, TILE: tl.constexpr):
+    """The sum of shares() from the tile at `begin` up to `end`, equal in any order of summation."""
+    sums = tl.zeros([TILE], tl.int64)
+    start = begin
+    while start < end:
+        keys = load_keys(scratch, start + tl.arange(0, TILE), V)
+        sums += (shares(keys, best, lowest_kept) * MASS_ONE).to(tl.int64)
+        start += TILE
+    return (tl.sum(sums, axis=0).to(tl.float64) / MASS_ONE).to(tl.float32)
+
+
+@triton.jit
 def filter_and_sum(logits, uncond, scratch, id_range, row, V, first_id, last_id, guidance, temperature, top_k, top_p,
                    FILTERS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr):
     """Filters a row of (.., V) logits. Returns its ids, from the first to one past the last, whether it is valid, and
@@ -211,13 +223,7 @@ def filter_and_sum(logits, uncond, scratch, id_range, row, V, first_id, last_id,
         top_k, top_p, FILTERS, TILE, BITS)
     is_valid = is_valid & is_range
     end = tl.where(is_valid, last, begin)     # the probabilities of an invalid row are zeros
-    sums = tl.zeros([TILE], tl.int64)
-    start = begin
-    while start < end:
-        keys = load_keys(scratch, start + tl.arange(0, TILE), V)
-        sums += (shares(keys, best, lowest_kept) * MASS_ONE).to(tl.int64)
-        start += TILE
-    total = (tl.sum(sums, axis=0).to(tl.float64) / MASS_ONE).to(tl.float32)
+    total = sum_of_shares(scratch, begin, end, V, best, lowest_kept, TILE)
     return first, last, is_valid, begin, end, best, lowest_kept, tl.where(is_valid, total, 1.0)
 
 

@@ -201,3 +201,14 @@ def accept_prob(is_sampled, mass, total, token_draft_mass, draft_total, omega_d)
     is_possible = (mass > 0) & (numerator > 0.0)
     is_certain = numerator >= denominator
     return tl.where(is_possible, tl.where(is_certain, 1.0, numerator / tl.where(is_certain, 1.0, denominator)), 0.0)
+
+
+@triton.jit
+def accepts(is_sampled, uniform, mass, total, token_draft_mass, draft_total, omega_d):
+    """u Q(x) < omega * mass, both sides times the totals of target and draft; never without mass."""
+    need = uniform.to(tl.float64) * total.to(tl.float64)
+    numerator = omega_d * mass.to(tl.float64)
+    if is_sampled:
+        need = (uniform.to(tl.float64) * token_draft_mass.to(tl.float64)) * total.to(tl.float64)
+        numerator = numerator * draft_total.to(tl.float64)
+    return (need < numerator) & (mass > 0)

@@ -17,12 +17,12 @@ from ._rows import neighbor_prefix
 
 
 @triton.jit
-def load_link(links, node, of_chain):
+def load_link(links, node, of_chain, mask=None):
     """A child or sibling of a node, or -1."""
     if links is None:
         return of_chain
     else:
-        return tl.load(links + node).to(tl.int64)
+        return tl.load(links + node, mask=mask, other=None if mask is None else -1).to(tl.int64)
 
 
 @triton.jit

@@ -85,10 +85,7 @@ def verify_greedy(target_probs, ids, tokens, first_child, next_sibling, neighbor
                     tl.store(parent + child, node.to(tl.int32))
                     tl.store(num_non_argmax + child, tl.load(num_non_argmax + node) + tl.where(token == argmax, 0, 1))
                 previous = child
-                if next_sibling is None:
-                    child = zero - 1
-                else:
-                    child = tl.load(next_sibling + child, mask=active, other=-1).to(tl.int64)
+                child = load_link(next_sibling, child, zero - 1, active)
                 active = active & (child >= 0)
             tl.debug_barrier()
         n += 1

@@ -10,6 +10,7 @@ from ._rows import (
     INVALID_RULE,
     INVALID_TREE,
     accept_prob,
+    accepts,
     draw,
     to_fixed_point,
 )
@@ -110,21 +111,14 @@ def verify_sampled(target_probs, ids, tokens, first_child, next_sibling, uniform
                 omega_d = tv_excess * 0.0 + 1.0
                 if omega is not None:
                     omega_d = tl.load(omega + num_accepted * omega_step).to(tl.float64)
-
-                # u Q(x) < omega * relaxed mass, both sides times the totals of R and of the draft row.
-                uniform = tl.load(uniforms + child).to(tl.float64)
-                need = uniform * total.to(tl.float64)
-                numerator = omega_d * relaxed_mass.to(tl.float64)
-                if is_sampled:
-                    need = (uniform * token_draft_mass.to(tl.float64)) * total.to(tl.float64)
-                    numerator = numerator * draft_total.to(tl.float64)
                 relaxed_prob = accept_prob(is_sampled, relaxed_mass, total, token_draft_mass, draft_total, omega_d)
                 strict_prob = accept_prob(is_sampled, token_mass, total, token_draft_mass, draft_total,
                                           tv_excess * 0.0 + 1.0)
                 tv_excess += reach_prob * tl.maximum(relaxed_prob - strict_prob, 0.0)
                 reach_prob *= 1.0 - relaxed_prob
                 tl.debug_barrier()
-                if (need < numerator) & (relaxed_mass > 0):
+                if accepts(is_sampled, tl.load(uniforms + child), relaxed_mass, total, token_draft_mass, draft_total,
+                           omega_d):
                     accepted_child = child
                 else:
                     total, draft_total = reject(
@@ -136,10 +130,7 @@ def verify_sampled(target_probs, ids, tokens, first_child, next_sibling, uniform
                     status |= tl.where(is_empty, EMPTY_RESIDUAL, 0)
             previous = child
             active = active & (accepted_child < 0)
-            if next_sibling is None:
-                child = zero - 1
-            else:
-                child = tl.load(next_sibling + child, mask=active, other=-1).to(tl.int64)
+            child = load_link(next_sibling, child, zero - 1, active)
             active = active & (child >= 0) & (is_empty == 0)
 
         descends = (accepted_child >= 0) | is_empty

@@ -14,8 +14,7 @@ def accept_gaussian_kernel(
         target_means, target_log_sigmas, draft_means, draft_log_sigmas,  # (B, G, C) or None
         temperature, num_drafted,                                        # (B) or None
         num_accepted,                                                    # (B)
-        is_accepted_out, is_rejected_out, log_r,                         # (B, G)
-        status,                                                          # (B)
+        is_accepted_out, is_rejected_out, log_r, status,                 # (B, G), but status (B)
         G, C, TRUNCATE: tl.constexpr, BLOCK: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     num_tested = G

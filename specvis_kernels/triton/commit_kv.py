@@ -45,12 +45,10 @@ def moves_to_the_front(accepted_nodes, slots, b, length, first, num_moves, num_s
 
 @kernel("cache", "units")
 def commit_kv_kernel(
-        cache,                        # (outer, R, middle, T, units), or (outer, num_slots, units) with slots
-        accepted_nodes,               # (B, P)
-        num_accepted, lengths,        # (B)
-        start,                        # (B)
-        slots,                        # (R, T) or None
-        new_lengths,                  # (B)
+        cache,                         # (outer, R, middle, T, units), or (outer, num_slots, units) with slots
+        accepted_nodes,                # (B, P)
+        num_accepted, lengths, start,  # (B)
+        slots, new_lengths,            # (R, T) or None, (B)
         B, P, R, T, middle, num_slots, units, num_runs, BLOCK: tl.constexpr):
     run = tl.program_id(0).to(tl.int64)
     r = run // middle % R

@@ -7,17 +7,13 @@ from ._rows import INVALID_ROW
 
 @kernel()
 def commit_tokens_kernel(
-        tokens,                                    # (B, C)
-        counts, failed, target_forwards,           # (B)
+        tokens, counts, failed, target_forwards,   # (B, C), then (B)
         num_accepted_at, num_drafted_at,           # (B, L)
         tv_excess,                                 # (B)
-        node_tokens,                               # (B, N)
-        accepted_nodes,                            # (B, P)
+        node_tokens, accepted_nodes,               # (B, N), (B, P)
         num_accepted, next_token,                  # (B)
-        step_excess,                               # (B) or None
-        status, depth,                             # (B)
-        new_tokens, nodes,                         # (B, P + 1)
-        num_new,                                   # (B)
+        step_excess, status, depth,                # (B); step_excess may be None
+        new_tokens, nodes, num_new,                # (B, P + 1), (B, P + 1), (B)
         C, L, N, P, BLOCK: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + b)

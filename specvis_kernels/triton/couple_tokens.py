@@ -15,13 +15,14 @@ from ._rows import (
     INVALID_RULE,
     INVALID_TREE,
     accept_prob,
+    accepts,
     block,
     draw,
     draw_residual,
     load_mass,
-    neighbor_prefix,
     to_fixed_point,
 )
+from ._verify import relax
 
 
 @triton.jit
@@ -80,6 +81,8 @@ def couple_tokens_kernel(
     draft_total, draft_is_valid = to_fixed_point(draft_row, V, None, 0, BLOCK)
     guess = tl.load(tokens + r)
     redraw = tl.load(uniforms + r * 2 + 1)
+    if neighbors is not None:
+        delta += r // W
 
     one = tl.full([], 1.0, tl.float64)
     omega_r = one
@@ -101,39 +104,29 @@ def couple_tokens_kernel(
         status |= tl.where(is_tried & (token_draft_mass == 0), INVALID_DRAFT, 0)
         is_tried = is_tried & (token_draft_mass > 0)
 
-    accepts = total != total
+    accepts_guess = total != total
     tv_excess = one * 0.0
     draws_from_target = is_valid
     token = total * 0
     if is_tried:
         token_mass = load_mass(target_row, guess, is_tried, True)
         strict_prob = accept_prob(True, token_mass, total, token_draft_mass, draft_total, one)
-        relaxed_mass = token_mass
-        num_neighbors = k
-        if neighbors is not None:
-            num_considered = k
-            if RESIDUAL == "released":
-                num_considered = k - 1
-            neighbor_mass, num_neighbors = neighbor_prefix(
-                target_row, V, neighbors, C, k, num_considered, offset, guess, token_mass, total, total,
-                tl.load(delta + r // W), CUTOFF, True, BLOCK_K)
-            relaxed_mass += neighbor_mass
+        relaxed_mass, num_neighbors = relax(
+            target_row, V, neighbors, C, k, offset, None, 0, guess, token_mass, total, delta, CUTOFF, RESIDUAL, True,
+            BLOCK_K)
         if groups is not None:
             group_mass, group_draft_mass = group_masses(
                 target_row, draft_row, V, groups + r * group_size, group_size, guess, BLOCK_K)
             relaxed_mass += group_mass
             token_draft_mass += group_draft_mass
 
-        # u Q(x) < omega * relaxed mass, both sides times the totals of P and Q.
-        uniform = tl.load(uniforms + r * 2).to(tl.float64)
-        need = (uniform * token_draft_mass.to(tl.float64)) * total.to(tl.float64)
-        numerator = (omega_r * relaxed_mass.to(tl.float64)) * draft_total.to(tl.float64)
-        accepts = (need < numerator) & (relaxed_mass > 0)
+        accepts_guess = accepts(True, tl.load(uniforms + r * 2), relaxed_mass, total, token_draft_mass, draft_total,
+                                omega_r)
         relaxed_prob = accept_prob(True, relaxed_mass, total, token_draft_mass, draft_total, omega_r)
         tv_excess = tl.maximum(relaxed_prob - strict_prob, 0.0)
         token = guess
-        draws_from_target = accepts != accepts
-        if accepts == 0:
+        draws_from_target = accepts_guess != accepts_guess
+        if accepts_guess == 0:
             slack = tl.where(omega_r < 1.0, 1.0 - omega_r, 0.0)  # the share of P that stays at least
             if RESIDUAL != "optimal":
                 slack = slack * 0.0
@@ -152,10 +145,10 @@ def couple_tokens_kernel(
     if draws_from_target:
         token = draw(target_row, V, total, redraw, True, BLOCK)
     tl.store(new_tokens + r, token)
-    tl.store(is_kept + r, accepts.to(tl.uint8))
+    tl.store(is_kept + r, accepts_guess.to(tl.uint8))
     tl.store(tv_excess_out + r, tv_excess.to(tl.float32))
     tl.store(status_out + r, status)
-    tl.atomic_min(num_kept + r // W, tl.where(accepts, W, r % W).to(tl.int32))
+    tl.atomic_min(num_kept + r // W, tl.where(accepts_guess, W, r % W).to(tl.int32))
 
 
 def couple_tokens(target_probs, draft_probs, tokens, uniforms, omega, neighbors, delta, groups, cutoff, offset,

@@ -15,8 +15,7 @@ def level_children_kernel(
         logits, uncond,                       # (B, F, V); uncond may be None
         guidance, temperature, top_k, top_p,  # (B)
         id_range,                             # (B, F, 2) or None
-        scores, candidates,                   # (B, F)
-        width,                                # (B)
+        scores, candidates, width,            # (B, F), (B, F), (B)
         scratch,                              # (programs, 2, V)
         tokens, child_scores, parents,        # (B, F, K)
         status,                               # (B, F)
@@ -61,13 +60,10 @@ def level_children_kernel(
 
 @kernel()
 def slots_kernel(
-        frontier,                    # (B, K)
-        depth,                       # (B)
-        ancestors,                   # (B, F, W)
+        frontier, depth, ancestors,  # (B, K), (B), (B, F, W)
         child_tokens, child_scores,  # (B, F, K)
         tokens, scores, rows,        # (B, K)
-        new_ancestors,               # (B, K, W)
-        candidates,                  # (B, K)
+        new_ancestors, candidates,   # (B, K, W), (B, K)
         F, K, W, level, first_node, first_candidate, BLOCK: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -137,8 +137,7 @@ def find_likeliest(row, tokens, V, K, BLOCK: tl.constexpr):
 def draw_children_kernel(
         draft_probs,           # (R, V)
         uniforms,              # (R, K) or None: by noise
-        seeds,                 # (B) or None
-        positions,             # (R) or None, R = B * F
+        seeds, positions,      # (B) and (R), R = B * F, or None
         temperature,           # (B) or None; where it is 0, the likeliest tokens
         tokens,                # (R, K)
         num_children, status,  # (R), or None with a temperature

@@ -12,15 +12,12 @@ from ._rows import INVALID_ROW
 def draw_tokens_kernel(
         logits, uncond,                        # (B, N, V); uncond may be None
         guidance, temperature, top_k, top_p,   # (B)
-        seeds,                                 # (B)
-        positions,                             # (B, N)
-        id_range,                              # (B, N, 2) or None
-        guesses,                               # (B, N) or None
+        seeds, positions,                      # (B), (B, N)
+        id_range, guesses,                     # (B, N, 2) and (B, N), or None
         scratch,                               # (programs, 2, V)
         tokens,                                # (B, N)
         num_accepted,                          # (B), each N before the launch
-        ahead_tokens,                          # (B, N)
-        status,                                # (B, N)
+        ahead_tokens, status,                  # (B, N)
         num_rows, N, V, first_id, last_id, ahead, FILTERS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr):
     scratch += tl.program_id(0).to(tl.int64) * 2 * V
     row = tl.program_id(0).to(tl.int64)

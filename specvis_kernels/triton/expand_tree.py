@@ -43,11 +43,8 @@ def score_of(best, score):
 
 @kernel("draft_probs", "V")
 def children_kernel(
-        draft_probs,           # (B, F, V)
-        scores,                # (B, F)
-        width,                 # (B)
-        tokens, child_scores,  # (B, F, K)
-        status,                # (B, F)
+        draft_probs, scores, width,     # (B, F, V), (B, F), (B)
+        tokens, child_scores, status,   # (B, F, K), (B, F, K), (B, F)
         F, V, K, CHUNKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)                  # row = b * F + f
     probs = draft_probs + row * V
@@ -85,9 +82,7 @@ def children_kernel(
 
 @kernel()
 def frontier_kernel(
-        child_scores,  # (B, F, K)
-        width,         # (B)
-        frontier,      # (B, K)
+        child_scores, width, frontier,  # (B, F, K), (B), (B, K)
         size, K, CHUNKS: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     scores = child_scores + b * size

@@ -13,8 +13,7 @@ def guided_probs_kernel(
         guidance, temperature, top_k, top_p,   # (B)
         id_range,                              # (B, N, 2) or None
         scratch,                               # (programs, 2, V)
-        probs,                                 # (B, N, V)
-        status,                                # (B, N)
+        probs, status,                         # (B, N, V), (B, N)
         num_rows, N, V, first_id, last_id, FILTERS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr):
     scratch += tl.program_id(0).to(tl.int64) * 2 * V
     row = tl.program_id(0).to(tl.int64)

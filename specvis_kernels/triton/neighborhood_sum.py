@@ -10,10 +10,7 @@ NO_LIMIT = tl.constexpr(2**63 - 1)
 
 @kernel("probs", "V")
 def neighborhood_sum_kernel(
-        probs,                                # (R, V)
-        tokens,                               # (R)
-        neighbors,                            # (C, k)
-        delta,                                # (R)
+        probs, tokens, neighbors, delta,      # (R, V), (R), (C, k), (R)
         relaxed_mass, num_neighbors, status,  # (R)
         V, C, k, offset, CUTOFF: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)

@@ -21,12 +21,10 @@ def resample_gaussian_kernel(
         is_accepted_in, is_rejected_in,                                  # (B, G)
         proposals,                                                       # (B, G, M, C)
         log_ratio,                                                       # (B, G), or (B, G, M) without the last step
-        uniforms,                                                        # (B, G, M)
-        fallback,                                                        # (B, G, C)
+        uniforms, fallback,                                              # (B, G, M), (B, G, C)
         target_means, target_log_sigmas, draft_means, draft_log_sigmas,  # (B, G, C) or None
         temperature,                                                     # (B) or None
-        out,                                                             # (B, G, C)
-        num_tries, status,                                               # (B, G)
+        out, num_tries, status,                                          # (B, G, C), then (B, G)
         G, C, M, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr):
     i = tl.program_id(0).to(tl.int64)
     is_rejected = tl.load(is_rejected_in + i)

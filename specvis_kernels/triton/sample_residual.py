@@ -8,11 +8,9 @@ from ._rows import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, blo
 
 @kernel("target_probs", "draft_probs", "V")
 def sample_residual_kernel(
-        target_probs,    # (R, V)
-        draft_probs,     # (R, V) or None
-        uniforms,        # (R)
-        omega,           # (R) or None
-        tokens, status,  # (R)
+        target_probs, draft_probs,  # (R, V); draft_probs may be None
+        uniforms, omega,            # (R); omega may be None
+        tokens, status,             # (R)
         V, BLOCK: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
     target_row = target_probs + r * V

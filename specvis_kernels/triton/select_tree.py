@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ._kernel import kernel
 from ._keys import keys_of
-from ._rows import INVALID_TREE
+from ._rows import INVALID_TREE, fill
 
 NONE = tl.constexpr(-(2**31))  # below every score's key
 
@@ -77,13 +77,9 @@ def select_tree_kernel(
     tl.store(node_tokens + b * N, tl.load(root + b))
     tl.store(node_parents + b * N, -1)
     tl.store(source + b * N, -1)
-    start = num_kept + 1                                  # the unused slots
-    while start < N:
-        n = start + i
-        tl.store(node_tokens + b * N + n, tl.zeros([BLOCK], tl.int64), mask=n < N)
-        tl.store(node_parents + b * N + n, tl.full([BLOCK], -2, tl.int32), mask=n < N)
-        tl.store(source + b * N + n, tl.full([BLOCK], -1, tl.int32), mask=n < N)
-        start += BLOCK
+    fill(node_tokens + b * N, 0, num_kept + 1, N)         # the unused slots
+    fill(node_parents + b * N, -2, num_kept + 1, N)
+    fill(source + b * N, -1, num_kept + 1, N)
 
 
 def select_tree(tokens, scores, parents, root, size, num_nodes):

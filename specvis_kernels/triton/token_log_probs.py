@@ -2,7 +2,7 @@
 import torch
 import triton.language as tl
 
-from ._filters import LOWEST, MASS_ONE, filter_and_sum, load_keys, programs_and_scratch, shares, tiles
+from ._filters import LOWEST, filter_and_sum, programs_and_scratch, sum_of_shares, tiles
 from ._kernel import kernel
 from ._keys import floats_of
 from ._noise import log
@@ -33,13 +33,7 @@ def token_log_probs_kernel(
             first, last, is_valid, begin, end, best, lowest_kept, total = filter_and_sum(
                 logits, uncond, scratch, id_range, b * N + n, V, first_id, last_id, tl.load(guidance + b),
                 tl.load(temperature + b), tl.load(top_k + b), tl.load(top_p + b), FILTERS, TILE, BITS)
-            sums = tl.zeros([TILE], tl.int64)
-            start = begin
-            while start < end:
-                keys = load_keys(scratch, start + tl.arange(0, TILE), V)
-                sums += (shares(keys, best, LOWEST + 1) * MASS_ONE).to(tl.int64)
-                start += TILE
-            total_of_all = (tl.sum(sums, axis=0).to(tl.float64) / MASS_ONE).to(tl.float32)
+            total_of_all = sum_of_shares(scratch, begin, end, V, best, LOWEST + 1, TILE)
             token = tl.load(tokens + i)
             is_id = is_valid & (token >= first) & (token < last)
             key = tl.load(scratch + tl.where(is_id, token, begin))

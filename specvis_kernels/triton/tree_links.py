@@ -9,8 +9,7 @@ from ._rows import INVALID_TREE
 
 @kernel()
 def tree_links_kernel(
-        parents,                           # (B, N)
-        ancestors,                         # (B, N, W)
+        parents, ancestors,                # (B, N), (B, N, W)
         depth, first_child, next_sibling,  # (B, N)
         status,                            # (B)
         N, W, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr):

@@ -42,10 +42,9 @@ def load_columns(lengths, starts, b, N, columns):
 
 @kernel("mask")
 def dense_kernel(
-        ancestors,  # (B, N, W)
-        lengths,    # (B) or None
-        starts,     # (B) or None
-        mask,       # (B, N, columns)
+        ancestors,        # (B, N, W)
+        lengths, starts,  # (B) or None
+        mask,             # (B, N, columns)
         N, W, columns, ADDITIVE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)                  # row = b * N + n
     length, start = load_columns(lengths, starts, row // N, N, columns)
@@ -59,10 +58,9 @@ def dense_kernel(
 
 @kernel()
 def packed_kernel(
-        ancestors,  # (B, N, W)
-        lengths,    # (B) or None
-        starts,     # (B) or None
-        mask,       # (B, size)
+        ancestors,        # (B, N, W)
+        lengths, starts,  # (B) or None
+        mask,             # (B, size)
         N, W, columns, row_bits, size, BLOCK: tl.constexpr):
     b = tl.program_id(1).to(tl.int64)
     length, start = load_columns(lengths, starts, b, N, columns)

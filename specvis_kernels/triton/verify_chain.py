@@ -27,18 +27,11 @@ def is_in_place(ends, b, D, BLOCK: tl.constexpr):
 
 @kernel("target_probs", "draft_probs", "mass", "draft_mass", "V")
 def verify_chain_kernel(
-        target_probs,               # (T, V)
-        draft_tokens,               # (D)
-        ends,                       # (B) where each request's drafts end
-        uniforms,                   # (D + B)
-        bonus_tokens,               # (B) or None
-        draft_probs,                # (D, V) or None
-        neighbors,                  # (C, k) or None
-        delta,                      # (B)
-        omega,                      # (B) or None
-        greedy,                     # (B) or None
-        mass, draft_mass,           # (B, V) scratch
-        greedy_scratch,             # (3 (D + B))
+        target_probs, draft_tokens,                                   # (T, V), (D)
+        ends,                                                         # (B) where each request's drafts end
+        uniforms, bonus_tokens, draft_probs,                          # (D + B), (B) or None, (D, V) or None
+        neighbors, delta, omega, greedy,                              # (C, k), (B), (B) and (B); or None
+        mass, draft_mass, greedy_scratch,                             # scratch: (B, V), (B, V), (3 (D + B))
         num_accepted_out, next_token_out, tv_excess_out, status_out,  # (B)
         D, V, C, k, offset, CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr, EMPTY: tl.constexpr,
         BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
@@ -88,14 +81,10 @@ def verify_chain_kernel(
 
 @kernel("target_probs", "draft_probs", "mass", "V")
 def verify_by_rule_kernel(
-        target_probs,   # (T, V)
-        draft_tokens,   # (D)
-        ends,           # (B) where each request's drafts end
-        uniforms,       # (D + B)
-        bonus_tokens,   # (B) or None
-        draft_probs,    # (D, V) or None
-        greedy,         # (B) or None
-        mass, excess,   # (B, V) and (D) scratch
+        target_probs, draft_tokens,                                   # (T, V), (D)
+        ends,                                                         # (B) where each request's drafts end
+        uniforms, bonus_tokens, draft_probs, greedy,                  # (D + B), (B), (D, V) and (B); or None
+        mass, excess,                                                 # scratch: (B, V), (D)
         num_accepted_out, next_token_out, tv_excess_out, status_out,  # (B)
         D, V, window, entropy, RULE: tl.constexpr, BLOCK: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)

@@ -3,7 +3,7 @@ import triton
 import triton.language as tl
 
 from ._kernel import kernel
-from ._rows import INVALID_TREE
+from ._rows import INVALID_TREE, fill
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def verify_greedy_kernel(
         row_status,                        # (B, N) or None: a row with a status ends the path
         accepted_nodes,                    # (B, P)
         num_accepted, next_token, status,  # (B)
-        N, P, BLOCK: tl.constexpr):
+        N, P):
     b = tl.program_id(0).to(tl.int64)
     tokens += b * N
     next_sibling += b * N
@@ -58,11 +58,7 @@ def verify_greedy_kernel(
             node_status = tl.where(found >= 0, tl.load(row_status + b * N + node), 0)
             wrong |= node_status
             active = active & (node_status == 0)
-    start = depth
-    while start < P:
-        d = start + tl.arange(0, BLOCK)
-        tl.store(accepted_nodes + b * P + d, tl.full([BLOCK], -1, tl.int32), mask=d < P)
-        start += BLOCK
+    fill(accepted_nodes + b * P, -1, depth, P)
     tl.store(num_accepted + b, depth.to(tl.int32))
     tl.store(next_token + b, target_token)
     tl.store(status + b, wrong)
@@ -75,5 +71,5 @@ def verify_greedy(target_tokens, tokens, first_child, next_sibling, max_depth, r
     next_token = tokens.new_empty(B)
     if B > 0:
         verify_greedy_kernel[(B,)](target_tokens, tokens, first_child, next_sibling, row_status, accepted_nodes,
-                                   num_accepted, next_token, status, N, max_depth, BLOCK=32, num_warps=1)
+                                   num_accepted, next_token, status, N, max_depth, num_warps=1)
     return accepted_nodes, num_accepted, next_token, status

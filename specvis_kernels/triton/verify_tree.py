@@ -11,20 +11,12 @@ from ._verify_sampled import verify_sampled
 
 @kernel("target_probs", "draft_probs", "mass", "draft_mass", "V")
 def verify_tree_kernel(
-        target_probs,               # (B, N, V)
-        tokens,                     # (B, N)
-        first_child, next_sibling,  # (B, N)
-        uniforms,                   # (B, N)
-        draft_probs,                # (B, M, V) or None
-        draft_row,                  # (B, N)
-        neighbors,                  # (C, k) or None
-        delta,                      # (B)
-        omega,                      # (B, P) or None
-        greedy,                     # (B) or None
-        id_range,                   # (B, N, 2) or None
-        mass, draft_mass,           # (B, V) scratch
-        greedy_scratch,             # (B, 3, N)
-        accepted_nodes,             # (B, P)
+        target_probs, tokens, first_child, next_sibling, uniforms,    # (B, N, V), then (B, N)
+        draft_probs, draft_row,                                       # (B, M, V) or None, (B, N)
+        neighbors, delta, omega, greedy,                              # (C, k), (B), (B, P) and (B); or None
+        id_range,                                                     # (B, N, 2) or None
+        mass, draft_mass, greedy_scratch,                             # scratch: (B, V), (B, V), (B, 3, N)
+        accepted_nodes,                                               # (B, P)
         num_accepted_out, next_token_out, tv_excess_out, status_out,  # (B)
         N, V, M, P, C, k, offset, first_id, last_id, CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr, EMPTY: tl.constexpr,
         BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
