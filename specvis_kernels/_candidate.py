@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import check_together
+from ._checks import check_one_of, check_together
 from ._numbers import FIXED_ONE
 from .neighborhood_sum import check_neighbors, neighbor_prefix
 
@@ -15,8 +15,7 @@ EMPTY = ("target", "uniform")  # what takes the place of an empty residual
 def check_relaxation(neighbors: Tensor | None, delta: Tensor | float | None, cutoff: str, offset: int, residual: str,
                      like: Tensor) -> int:
     """Raise ValueError unless these arguments fit together, and fit rows `like` (.., V). Returns the offset."""
-    if residual not in RESIDUALS:
-        raise ValueError(f"residual must be one of {', '.join(RESIDUALS)}, got {residual!r}")
+    check_one_of("residual", residual, RESIDUALS)
     check_together(neighbors=neighbors, delta=delta)
     offset = check_neighbors(neighbors, cutoff, offset, like.shape[-1], like=like)
     if neighbors is not None and residual == "released" and neighbors.shape[1] < 2:

@@ -59,10 +59,8 @@ def integers(name: str, tensor: Tensor, dtype: torch.dtype, like: Tensor | None 
              **sizes: int) -> Tensor:
     """Convert an int32 or int64 tensor to `dtype`, one of the two; if it `may_be_one`, expand a batch of 1 to B.
 
-    An int64 that does not fit into int32 becomes the nearest number that does, which is out of range too.
-
-    Raises:
-        ValueError: another dtype, shape or device
+    An int64 that does not fit into int32 becomes the nearest number that does, which is out of range too. Raises
+    ValueError: another dtype, shape or device.
     """
     if is_exactly(tensor, dtype, like, sizes):
         return tensor
@@ -74,11 +72,7 @@ def integers(name: str, tensor: Tensor, dtype: torch.dtype, like: Tensor | None 
 
 def check_seeds(seeds: Seeds, like: Tensor | None = None, B: int | None = None) -> Tensor:
     """Seeds (B,) as int64: a tensor, or B integers; of one request also an integer. It does not serve several: equal
-    seeds draw equal noise.
-
-    Raises:
-        ValueError: another dtype, shape or device, or no integers of 64 bits
-    """
+    seeds draw equal noise. Raises ValueError: another dtype, shape or device, or no integers of 64 bits."""
     if not isinstance(seeds, Tensor):
         numbers = [to_integer(seed) for seed in (seeds if isinstance(seeds, Iterable) else [seeds])]
         B = len(numbers) if B is None else B
@@ -98,11 +92,8 @@ def setting(name: str, value: Tensor | float, dtype: torch.dtype, like: Tensor,
             at_least: float | None = None, at_most: float = math.inf, **sizes: int) -> Tensor:
     """A setting as a tensor of these sizes: `value` itself, or one number (one bool) for all of them.
 
-    Bounds apply to a number and not to a tensor: nothing is read back from a device.
-
-    Raises:
-        ValueError: a tensor of another dtype, shape or device, or not a number; an integer or a bool where dtype is
-            one; a number that is NaN or out of bounds, if there are bounds
+    Bounds apply to a number and not to a tensor: nothing is read back from a device. Raises ValueError: a tensor of
+    another dtype, shape or device, or not a number, an integer or a bool as dtype is, or one that is out of bounds.
     """
     if is_exactly(value, dtype, like, sizes):
         return value
@@ -139,6 +130,12 @@ def check_together(**arguments: object) -> None:
     if 0 < len(missing) < len(arguments):
         raise ValueError(f"{' and '.join(arguments)} must be given together, but {' and '.join(missing)} "
                          f"{'is' if len(missing) == 1 else 'are'} missing")
+
+
+def check_one_of(name: str, value: object, known: Iterable[str]) -> None:
+    """Raise ValueError unless `value` is one of the known ones."""
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 def to_integer(value: object) -> int | None:

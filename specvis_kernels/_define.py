@@ -1,17 +1,9 @@
 """How an op is registered, and how it finds its kernel.
 
-Each op is one torch.library op, `torch.ops.specvis_kernels.<op>`:
-
-    dispatch key               kernel             file
-    CompositeExplicitAutograd  oracle             specvis_kernels/<op>.py
-    Meta                       output shapes      specvis_kernels/<op>.py
-    CPU                        C++                csrc/cpu/<op>.cpp             if built
-    CUDA                       CUDA C++           csrc/cuda/<op>.cu             if built, and the driver is as new
-                               else Triton        specvis_kernels/triton/<op>.py
-
-PyTorch prefers a device's own key to the composite one. So where a kernel is missing the oracle answers, and on the
-ordinary path Python chooses nothing. _libraries.py loads the compiled kernels, _checks.py checks arguments, and
-_vmap.py says what torch.func.vmap does. _mutating.py has what the four ops that write to arguments need beside.
+Each op is one torch.library op, `torch.ops.specvis_kernels.<op>`. docs/design.md says which kernel has which key.
+PyTorch prefers a device's own key to the oracle's, so where a kernel is missing the oracle answers, and on the ordinary
+path Python chooses nothing. _libraries.py loads the compiled kernels, _checks.py checks arguments, and _vmap.py says
+what torch.func.vmap does. _mutating.py has what the four ops that write to arguments need beside.
 
 Most ops report on each row or request in `status` (int32), by the bits of status.py. These do not:
 codebook_neighbors, commit_kv, commit_tokens, philox_uniforms, rms_norm, rotate_into_cache, swiglu, tree_attention,
@@ -27,7 +19,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from ._checks import is_traced, readable
+from ._checks import check_one_of, is_traced, readable
 from ._libraries import load_libraries
 from ._mutating import guard
 from ._vmap import batching_rule
@@ -174,8 +166,7 @@ def backends(name: str, device: str = "cpu") -> list[str]:
         >>> backends("tree_links")[0]
         'oracle'
     """
-    if name not in _kernels:
-        raise ValueError(f"op must be one of {', '.join(_kernels)}, got {name!r}")
+    check_one_of("op", name, _kernels)
     device = str(device).partition(":")[0]
     runs = {"oracle": True, "cpu": device == "cpu", "cuda": device == "cuda",
             "triton": device == "cuda" or device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"}

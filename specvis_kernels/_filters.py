@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import FLOATS, check, check_dims, integers, setting, to_integer
+from ._checks import FLOATS, check, check_dims, check_one_of, integers, setting, to_integer
 from ._numbers import exp
 
 FILTERS = ("k_then_p", "p_then_k")
@@ -62,8 +62,7 @@ def check_filters(id_range: Tensor | tuple[int, int] | None, filters: str, like:
     The tensor counts if there is one, else the pair does; without both, the pair holds all ids.
     """
     B, N, V = like.shape
-    if filters not in FILTERS:
-        raise ValueError(f"filters must be one of {', '.join(FILTERS)}, got {filters!r}")
+    check_one_of("filters", filters, FILTERS)
     if id_range is None:
         return None, 0, V
     if isinstance(id_range, Tensor):

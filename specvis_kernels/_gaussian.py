@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from ._checks import check
+from ._checks import check, check_one_of
 
 VARIANTS = ("paper", "released", "path")
 LANES = 16
@@ -23,8 +23,7 @@ TERMS = 13                        # of the series, for |x| <= log(2) / 2: more o
 def check_last_step(variant: str, tokens: Tensor, sizes: dict[str, int], temperature: Tensor | None,
                     **last_step: Tensor | None) -> None:
     """Raise ValueError unless the variant exists and has the last step's distributions, or for `path` none."""
-    if variant not in VARIANTS:
-        raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}")
+    check_one_of("variant", variant, VARIANTS)
     if variant == "path":
         for name, tensor in {**last_step, "temperature": temperature}.items():
             if tensor is not None:

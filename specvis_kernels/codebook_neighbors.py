@@ -2,7 +2,7 @@
 import torch
 from torch import Tensor
 
-from ._checks import check, check_count, check_dims, is_traced
+from ._checks import check, check_count, check_dims, check_one_of, is_traced
 from ._define import define
 
 METRICS = ("l2", "cosine", "random")
@@ -51,8 +51,7 @@ def codebook_neighbors(codebook: Tensor, k: int, *, metric: str = "l2", normaliz
     if size is not None and size != V:
         raise ValueError(f"codebook must have one code a row, size={size} rows, got shape ({V}, {D})"
                          + (": it is transposed" if size == D else ""))
-    if metric not in METRICS:
-        raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")
+    check_one_of("metric", metric, METRICS)
     k = check_count("k", k, 1, V - 1)
     if not isinstance(normalize, bool):
         raise ValueError(f"normalize must be True or False, got {normalize!r}")

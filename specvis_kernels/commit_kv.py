@@ -158,8 +158,5 @@ def _oracle(caches: list[Tensor], accepted_nodes: Tensor, num_accepted: Tensor, 
     return torch.where(is_valid, lengths + 1 + num_accepted, lengths)
 
 
-def _meta(accepted_nodes, lengths):
-    return lengths.new_empty(accepted_nodes.shape[0])
-
-
-_call = define("commit_kv", oracle=_oracle, meta=_meta, writes=("caches",), batch=None)
+_call = define("commit_kv", oracle=_oracle, writes=("caches",), batch=None,
+               meta=lambda accepted_nodes, lengths: lengths.new_empty(accepted_nodes.shape[0]))

@@ -31,10 +31,9 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
 
         u * Q(x) < omega * relaxed mass
 
-    where the relaxed mass is P(x), plus P of the neighbors that the cutoff keeps (see verify_tree). Otherwise a
-    new token is drawn from the residual by the second uniform. `verify_tree` treats one sampled child and its
-    rejection in this way, bit for bit; its docstring explains the three residuals. But here a rejection ends nothing:
-    the positions after it are treated like the others.
+    where the relaxed mass is P(x), plus P of the neighbors that the cutoff keeps. Otherwise a new token is drawn from
+    the residual by the second uniform. `verify_tree` treats one sampled child in this way, bit for bit; its docstring
+    explains the residuals. But here a rejection ends nothing: the positions after it are treated like the others.
 
     This is a maximal coupling of P and Q: no rule that draws from P keeps more guesses. Jacobi decoding uses it for a
     window of guesses. One target forward reads them and gives each position a new row P, this op makes a draw from P,
@@ -48,9 +47,6 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
         u * Q(A) < omega * P(A)
 
     and a new token comes from the optimal residual, max(P - Q, 0). This is lossy; `tv_excess` says by how much.
-
-    Probabilities are in fixed point, floor(p * 2**42), and each side of a comparison is one product in float64. So
-    all backends decide alike.
 
     (Speculative Jacobi decoding: arXiv:2410.01699, coupled: arXiv:2510.24211; groups: GSD, arXiv:2508.07747.)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ._checks import check, check_count, check_dims, check_eps, for_each, integers
 from ._define import define
 from .packed_linear import DTYPES, PANEL, pack_weight, padded, unpacked
+from .rotate_into_cache import rotated
 from .tree_attention import _oracle as attend
 
 
@@ -238,7 +239,6 @@ def _oracle(x: Tensor, matrices: Tensor, vectors: Tensor, last_norm: Tensor | No
     L, _, T, _, G, D = kv_cache.shape
     B, H = len(lengths), heads
     ends, padded_F = matrix_sizes(E, H, G, D, ffn_dim), padded(ffn_dim)
-    cosine, sine = rotations[positions.clamp(0, len(rotations) - 1)].repeat(R // len(positions), 1, 1, 1).unbind(-1)
     first = torch.where(lengths < 0, T, lengths.clamp(max=T))[:, None] + first_node
     column = (first + torch.arange(N, device=x.device)).clamp(max=T).repeat(R // max(B, 1), 1)
     row = torch.arange(R, device=x.device)[:, None]
@@ -248,12 +248,6 @@ def _oracle(x: Tensor, matrices: Tensor, vectors: Tensor, last_norm: Tensor | No
 
     def normed(x, weight):
         return x if weight is None else F.rms_norm(x, (E,), weight, eps)
-
-    def rotated(x):  # (R, N, heads, D)
-        a, b = x.chunk(2, -1) if rotates_halves else (x[..., 0::2], x[..., 1::2])
-        c, s = cosine[:, :, None], sine[:, :, None]
-        turned = a * c - b * s, a * s + b * c
-        return torch.cat(turned, -1) if rotates_halves else torch.stack(turned, -1).flatten(-2)
 
     dtype, stream = x.dtype, x.float()
     for layer, (matrix, vector) in enumerate(zip(matrices, vectors)):
@@ -265,7 +259,7 @@ def _oracle(x: Tensor, matrices: Tensor, vectors: Tensor, last_norm: Tensor | No
         qk, v = y[:, :, :H + G], y[:, :, H + G:]
         if has_head_norms:
             qk = F.layer_norm(qk, (D,), eps=head_eps) * scale.view(-1, D) + shift.view(-1, D)
-        qk = rotated(qk)
+        qk = rotated(qk, positions, rotations, rotates_halves)
         entries = torch.stack([qk[:, :, H:], v], 2).to(dtype)
         longer = F.pad(kv_cache[layer], (0, 0, 0, 0, 0, 0, 0, 1))  # its last column takes what is outside
         longer[row, column] = entries
@@ -279,8 +273,4 @@ def _oracle(x: Tensor, matrices: Tensor, vectors: Tensor, last_norm: Tensor | No
     return normed(stream, last_norm).to(dtype)
 
 
-def _meta(x):
-    return x.new_empty(x.shape)
-
-
-_call = define("decoder_layers", oracle=_oracle, meta=_meta, writes=("kv_cache",), batch=None)
+_call = define("decoder_layers", oracle=_oracle, meta=lambda x: x.new_empty(x.shape), writes=("kv_cache",), batch=None)

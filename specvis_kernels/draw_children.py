@@ -22,8 +22,8 @@ def draw_children(draft_probs: Tensor, uniforms: Tensor | None = None, *, seeds:
                   backend: str | None = None) -> DrawChildrenResult:
     """Draw K different tokens for each node, one after the other, without replacement.
 
-    The row counts in fixed point, floor(p * 2**42). A token without mass is never drawn. Once no mass is left the other
-    children do not exist: their tokens are 0, and `num_children` says how many exist.
+    A token without mass is never drawn. Once no mass is left the other children do not exist: their tokens are 0, and
+    `num_children` says how many exist.
 
     With `uniforms`, child k is drawn by inverse CDF in vocabulary order, from what the earlier children have left of
     the row. It is the first token whose running sum of the remaining mass exceeds floor(uniforms[b, f, k] * the

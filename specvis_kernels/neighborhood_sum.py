@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import check, check_dims, integers, setting, to_integer
+from ._checks import check, check_dims, check_one_of, integers, setting, to_integer
 from ._define import define
 from ._numbers import FIXED_BITS, FIXED_ONE, to_fixed_point
 from .status import INVALID_ROW, INVALID_TREE
@@ -77,8 +77,7 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Te
 
 def check_neighbors(neighbors: Tensor | None, cutoff: str, offset: int, V: int, like: Tensor) -> int:
     """Raise ValueError unless the table, the cutoff and the offset fit a vocabulary of V. Returns the offset."""
-    if cutoff not in CUTOFFS:
-        raise ValueError(f"cutoff must be one of {', '.join(CUTOFFS)}, got {cutoff!r}")
+    check_one_of("cutoff", cutoff, CUTOFFS)
     offset = to_integer(given := offset)
     if offset is None:
         raise ValueError(f"offset must be an integer, got {given!r}")

@@ -84,8 +84,5 @@ def _oracle(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int):
     return y if bias is None else y + bias
 
 
-def _meta(x, out_features):
-    return x.new_empty(x.shape[0], out_features, dtype=torch.float32)
-
-
-_call = define("packed_linear", oracle=_oracle, meta=_meta, batch=None)
+_call = define("packed_linear", oracle=_oracle, batch=None,
+               meta=lambda x, out_features: x.new_empty(x.shape[0], out_features, dtype=torch.float32))

@@ -47,8 +47,5 @@ def _oracle(seeds: Tensor, positions: Tensor, n: int, stream: int, turn: int):
     return (philox_words(seeds, positions, n, stream, turn) >> 8).float() * 2.0 ** -24
 
 
-def _meta(positions, n):
-    return positions.new_empty(*positions.shape, n, dtype=torch.float32)
-
-
-_call = define("philox_uniforms", oracle=_oracle, meta=_meta)
+_call = define("philox_uniforms", oracle=_oracle,
+               meta=lambda positions, n: positions.new_empty(*positions.shape, n, dtype=torch.float32))

@@ -63,8 +63,5 @@ def _oracle(x: Tensor, weight: Tensor, residual: Tensor | None, eps: float):
     return normed, x.new_empty(0) if residual is None else stream
 
 
-def _meta(x, residual):
-    return x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape)
-
-
-_call = define("rms_norm", oracle=_oracle, meta=_meta, result=RMSNormResult, batch=None)
+_call = define("rms_norm", oracle=_oracle, result=RMSNormResult, batch=None,
+               meta=lambda x, residual: (x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape)))

@@ -75,11 +75,7 @@ def _oracle(qkv: Tensor, kv_cache: Tensor, lengths: Tensor, positions: Tensor, r
     T, _, G, D = kv_cache.shape[1:]
     heads = qkv.view(R, N, -1, D)
     qk, v = heads.float().split((Q // D - G, G), 2)
-    cosine, sine = rotations[positions.clamp(0, len(rotations) - 1)].repeat(R // len(positions), 1, 1, 1).unbind(-1)
-    c, s = cosine[:, :, None], sine[:, :, None]
-    a, b = qk.chunk(2, -1) if rotates_halves else (qk[..., 0::2], qk[..., 1::2])
-    turned = a * c - b * s, a * s + b * c
-    qk = torch.cat(turned, -1) if rotates_halves else torch.stack(turned, -1).flatten(-2)
+    qk = rotated(qk, positions, rotations, rotates_halves)
     q, entries = torch.cat([qk, v], 2).to(qkv.dtype).split((Q // D - 2 * G, 2 * G), 2)
 
     first = torch.where(lengths < 0, T, lengths.clamp(max=T))[:, None] + first_node
@@ -88,6 +84,15 @@ def _oracle(qkv: Tensor, kv_cache: Tensor, lengths: Tensor, positions: Tensor, r
     longer[torch.arange(R, device=qkv.device)[:, None], column] = entries.view(R, N, 2, G, D)
     kv_cache.copy_(longer[:, :T])
     return q.contiguous()
+
+
+def rotated(x: Tensor, positions: Tensor, rotations: Tensor, rotates_halves: bool) -> Tensor:
+    """Heads (R, N, heads, D) of float32, turned by their positions (Y, N)."""
+    turns = rotations[positions.clamp(0, len(rotations) - 1)].repeat(len(x) // len(positions), 1, 1, 1)
+    c, s = turns[:, :, None].unbind(-1)
+    a, b = x.chunk(2, -1) if rotates_halves else (x[..., 0::2], x[..., 1::2])
+    turned = a * c - b * s, a * s + b * c
+    return torch.cat(turned, -1) if rotates_halves else torch.stack(turned, -1).flatten(-2)
 
 
 def _meta(qkv, kv_cache):

@@ -169,8 +169,5 @@ def _oracle(x: Tensor, matrices: Tensor, vectors: Tensor, last_norm: Tensor | No
     return (stream if last_norm is None else F.layer_norm(stream, (E,), *last_norm.chunk(2), eps)).to(dtype)
 
 
-def _meta(x, wanted):
-    return x.new_empty(x.shape[0], wanted.shape[1], x.shape[2])
-
-
-_call = define("transformer_blocks", oracle=_oracle, meta=_meta, batch=None)
+_call = define("transformer_blocks", oracle=_oracle, batch=None,
+               meta=lambda x, wanted: x.new_empty(x.shape[0], wanted.shape[1], x.shape[2]))

@@ -106,8 +106,5 @@ def _oracle(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, ancest
     return torch.einsum("rhnt,rthd->rnhd", weights, v).to(q.dtype).contiguous()
 
 
-def _meta(q):
-    return q.new_empty(q.shape)
-
-
-_call = define("tree_attention", oracle=_oracle, meta=_meta, strided=("q", "k_cache", "v_cache"), batch="lengths")
+_call = define("tree_attention", oracle=_oracle, meta=lambda q: q.new_empty(q.shape),
+               strided=("q", "k_cache", "v_cache"), batch="lengths")

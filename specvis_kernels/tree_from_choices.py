@@ -10,8 +10,8 @@ def tree_from_choices(choices: Sequence[Sequence[int]], device: torch.device | s
                       ) -> tuple[Tensor, Tensor]:
     """Make parents from the ranks on each path: Medusa's and EAGLE-1's `tree_choices`.
 
-    Nodes are numbered by the length of their path, then in lexicographic order, as `generate_tree_buffers` does it.
-    Sibling order is part of a relaxed method, see `tree_from_paths`: here a lower rank is tried first.
+    Nodes are numbered by the length of their path, then in lexicographic order, as `generate_tree_buffers` does it: of
+    siblings a lower rank is tried first.
 
     Args:
         choices:  for each node but the root its path: which child of the root, which child of that, and so on. The

@@ -9,9 +9,7 @@ def tree_from_mask(mask: Tensor) -> Tensor:
     """Make parents from a mask by which each node attends to its ancestors: EAGLE's `tree_mask`, or `attn_mask`.
 
     The parent of a node is the last other node that it sees. A node that sees no other is unused, except the root.
-
-    Sibling order is part of a relaxed method. Here it is the order of the nodes' indices, as in `tree_links`: see
-    `tree_from_paths`.
+    Siblings are in the order of their indices, as in `tree_links`.
 
     Args:
         mask:      (.., N, N) of any dtype: True, or not 0, where the row's node sees the column's. Parents come before

@@ -2,7 +2,7 @@
 import torch
 from torch import Tensor
 
-from ._checks import check, check_count, check_dims, for_each, integers
+from ._checks import check, check_count, check_dims, check_one_of, for_each, integers
 from ._define import checks, define
 from .status import check_requests
 
@@ -61,8 +61,7 @@ def tree_mask(ancestors: Tensor, lengths: Tensor | None = None, *, start: Tensor
     if columns is None and (lengths is not None or start is not None):
         raise ValueError("columns must be given when lengths or start are")
     columns = check_count("columns", N if columns is None else columns, 1)
-    if form not in FORMS:
-        raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
+    check_one_of("form", form, FORMS)
     dtype = FLOATS.get(dtype, dtype)  # a name
     if dtype not in FLOATS.values():
         raise ValueError(f"dtype must be one of {', '.join(FLOATS)}, got {dtype!r}")

@@ -9,11 +9,9 @@ from ._define import NAMESPACE
 def tree_paths(parents: Tensor, max_depth: int | None = None) -> Tensor:
     """List the path from the root to each leaf: `retrieve_indices` of EAGLE, LANTERN and Medusa, in a fixed shape.
 
-    A row is the path to one leaf, the root first. Rows are in lexicographic order of their nodes. That is the order in
-    which `verify_tree` tries siblings. Sibling order is part of a relaxed method: leaf order in place of draft order
-    took LANTERN's accepted length from 2.8 to 0.6 in one comparison. A node at max_depth counts as a leaf, and nodes
-    below it are left out. Unused and invalid nodes, as `tree_links` finds them, are on no path. `tree_from_paths` is
-    the way back.
+    A row is the path to one leaf, the root first. Rows are in lexicographic order of their nodes, the order in which
+    `verify_tree` tries siblings. A node at max_depth counts as a leaf, and nodes below it are left out. Unused and
+    invalid nodes, as `tree_links` finds them, are on no path. `tree_from_paths` is the way back.
 
     Args:
         parents:    (B, N) int32 or int64   -1 for the root, -2 for unused slots, else a node before this one

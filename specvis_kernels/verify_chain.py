@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._candidate import Candidate, residual_mass
-from ._checks import INTEGERS, check, check_count, check_dims, integers, setting
+from ._checks import INTEGERS, check, check_count, check_dims, check_one_of, integers, setting
 from ._define import checks, define
 from ._numbers import FIXED_ONE, draw, log, to_fixed_point
 from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_TREE, StatusError
@@ -134,8 +134,7 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
         omega = setting("omega", omega, torch.float32, target_probs, at_least=0, B=B)
     if greedy is not None:
         greedy = setting("greedy", greedy, torch.bool, target_probs, B=B)
-    if rule not in RULES:
-        raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
+    check_one_of("rule", rule, RULES)
     for name, value, only in (("neighbors", neighbors, None), ("omega", omega, None), ("residual", residual, "optimal"),
                               ("empty", empty, "target")) if rule != "strict" else ():
         if value != only:

@@ -31,9 +31,8 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
     it has no relaxed mass, and is never accepted. So where a range forces a token, no other token can take its place.
 
     With `seeds` it is verification by equality: `draw_tokens` of all rows at their positions, and then
-    `verify_greedy` with the tokens drawn. Verification goes from a node on to the first child whose token equals the
-    node's own draw. Without such a child, and at max_depth, the draw is the next token. So the tokens are the ones that
-    decoding one by one draws with the same seeds, whatever the tree. An invalid row ends the path.
+    `verify_greedy` with the tokens drawn: the tokens that decoding one by one draws with the same seeds, whatever the
+    tree. An invalid row ends the path.
 
     (LANTERN, arXiv:2410.03355, whose released code also filters rows as it reaches them; COOL-SD, arXiv:2601.09212;
     the Gumbel-max trick: Maddison, Tarlow and Minka, arXiv:1411.0030.)

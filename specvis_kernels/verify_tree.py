@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ._candidate import EMPTY, Candidate, check_relaxation, is_undefined, kept_neighbors, residual_mass
-from ._checks import check, check_dims, check_together, check_tree, integers, setting
+from ._checks import check, check_dims, check_one_of, check_together, check_tree, integers, setting
 from ._define import define
 from ._numbers import draw, to_fixed_point, uniform_mass
 from .neighborhood_sum import neighbor_prefix
@@ -64,8 +64,8 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
     Sibling order is part of a relaxed method: leaf order in place of draft order took LANTERN's accepted length from
     2.8 to 0.6 in one comparison.
 
-    A neighbor that is listed twice counts twice, and its mass is moved once. But no kept neighbor makes the relaxed
-    mass larger than the whole of R: the first one that would ends the list. (Distinct ids cannot.)
+    A neighbor that is listed twice counts twice, and its mass is moved once; the first neighbor that would make the
+    relaxed mass larger than the whole of R ends the list. (Distinct ids cannot.)
 
     Probabilities are in fixed point, floor(p * 2**42), and each side of a comparison is one product in float64. So
     all backends decide alike. A row whose sum is not 1 is renormalized: only the ratios of its entries count. A
@@ -160,8 +160,7 @@ def check_rule(draft_probs: Tensor | None, draft_row: Tensor | None, neighbors: 
         M = check_dims("draft_probs", draft_probs, "BMV", not_empty="M")[1]
         check("draft_probs", draft_probs, torch.float32, like=like, B=B, M=M, V=V)
         draft_row = integers("draft_row", draft_row, torch.int32, like, may_be_one=True, B=B, N=N)
-    if empty not in EMPTY:
-        raise ValueError(f"empty must be one of {', '.join(EMPTY)}, got {empty!r}")
+    check_one_of("empty", empty, EMPTY)
     offset = check_relaxation(neighbors, delta, cutoff, offset, residual, like)
     return (draft_row,
             None if delta is None else setting("delta", delta, torch.float32, like, at_least=0, B=B),

@@ -9,10 +9,7 @@ from ._versions import versions
 
 def place_of(decoder: str, target: str) -> tuple[object, str]:
     """The module or class in which the last name of `target` is set, and that name. "a.b:C.f" is f of class C of a.b.
-
-    Raises:
-        RuntimeError: this version of the decoder has no such name
-    """
+    Raises RuntimeError if this version of the decoder has no such name."""
     module, _, path = target.partition(":")
     *owners, name = path.split(".")
     try:
@@ -53,11 +50,8 @@ def check_own(decoder: str, target: str, function: Callable, packages: tuple[str
 
 
 def replace(decoder: str, functions: dict[str, Callable]) -> list[Callable]:
-    """Set these functions, counted, in place of the decoder's, each at its target. Returns the decoder's own.
-
-    Raises:
-        RuntimeError: this version lacks one of them, or another plugin has replaced it: then none is replaced here
-    """
+    """Set these functions, counted, in place of the decoder's, each at its target. Returns the decoder's own. Raises
+    RuntimeError if this version lacks one of them, or another plugin has replaced it: then none is replaced here."""
     places = [place_of(decoder, target) for target in functions]
     own = [getattr(place, name) for place, name in places]
     for target, function in zip(functions, own):

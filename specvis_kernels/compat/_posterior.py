@@ -8,6 +8,7 @@ from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import check_status, tree_from_paths, tree_links, verify_logits
+from .._checks import check_one_of
 from ._settings import UNFILTERED, settings_of
 
 GENERATORS = ("torch", "python")
@@ -109,8 +110,7 @@ def keep_tree(paths, on_device, parents, links):
 
 
 def check_generator(generator):
-    if generator not in GENERATORS:
-        raise ValueError(f"generator must be one of {', '.join(GENERATORS)}, got {generator!r}")
+    check_one_of("generator", generator, GENERATORS)
 
 
 class _Stream:

@@ -134,32 +134,39 @@ def commit(past_key_values_data_list: Sequence[Tensor], current_length_data: Ten
 @torch.no_grad()
 def topK_genrate(self, hidden_states, input_ids, head, logits_processor):
     """EAGLE-3's tree. `head` is not used: the draft layer has its own, perhaps for fewer tokens."""
-    return _draft(self, hidden_states, input_ids, lambda hidden: self.lm_head(self.norm(hidden)), logits_processor,
-                  getattr(self, "d2t", None))
+    return draft(self, hidden_states, input_ids, lambda hidden: self.lm_head(self.norm(hidden)),
+                 sampled=logits_processor is not None, settings=GREEDY, token_offsets=getattr(self, "d2t", None))
 
 
 @torch.no_grad()
 def topK_genrate_by_head(self, hidden_states, input_ids, head, logits_processor):
     """EAGLE-2's tree, by the target's head."""
-    return _draft(self, hidden_states, input_ids, head, logits_processor)
+    return draft(self, hidden_states, input_ids, head, sampled=logits_processor is not None, settings=GREEDY)
 
 
-def _draft(self, hidden_states, input_ids, head, logits_processor, token_offsets=None):
-    input_ids = input_ids.to(hidden_states.device)
+def draft(self, hidden_states, input_ids, head, *, place=lambda position_ids: position_ids, of_layer=None, **tree):
+    """The draft layer's first forward, and `grow_tree` with `tree`.
+
+    place: the layer's position_ids of these; of_layer: more arguments of the layer
+    """
+    input_ids, device = input_ids.to(hidden_states.device), hidden_states.device
     root, input_ids = input_ids[:1, -1], input_ids[:, 1:]
+    length = input_ids.shape[1]
     self.reset()
     cached, known = getattr(self, "stable_kv", None), 0
     if cached is not None:
         known = cached[0][0].shape[2]
-    hidden, cached = self(hidden_states, input_ids=input_ids[:, known:], past_key_values=cached, use_cache=True)
-    self.stable_kv = cached
 
-    def read(hidden, tokens, past_key_values, depth):
+    def read(hidden, tokens, past_key_values, position_ids):
         return self(hidden, input_ids=tokens, past_key_values=past_key_values, use_cache=True,
-                    position_ids=input_ids.shape[1] + depth + self.position_ids)
+                    position_ids=place(position_ids), **of_layer or {})
 
-    return grow_tree(self, hidden[:, -1:], cached, root, head, read, sampled=logits_processor is not None,
-                     settings=GREEDY, token_offsets=token_offsets)
+    def read_level(hidden, tokens, past_key_values, depth):
+        return read(hidden, tokens, past_key_values, length + depth + self.position_ids.to(device))
+
+    hidden, cached = read(hidden_states, input_ids[:, known:], cached, torch.arange(known, length, device=device)[None])
+    self.stable_kv = cached
+    return grow_tree(self, hidden[:, -1:], cached, root, head, read_level, **tree)
 
 
 def grow_tree(draft_model, hidden: Tensor, cached, root: Tensor, head: Callable, read: Callable, *, sampled: bool,

@@ -4,9 +4,8 @@
     from specvis_kernels.compat import lantern
     lantern.patch(EaModel)
 
-The rule is the release's, for dynamic trees and static ones (LANTERN++), sampled and greedy. Shapes below: L paths
-(rows of retrieve_indices) of D columns, N nodes, V tokens, C codes. Functions with a name
-of the release keep its arguments and results.
+The rule is the release's, for dynamic trees and static ones (LANTERN++), sampled and greedy. Shapes are as in eagle.py,
+and C codes. Functions with a name of the release keep its arguments and results.
 """
 import sys
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from ._posterior import TreeLogits, check_generator, verify
 from ._settings import GREEDY, settings_of
-from .eagle import TOPK, commit, grow_tree, replace, static_tree
+from .eagle import TOPK, commit, draft, replace, static_tree
 from .eagle import generate_tree_buffers as tree_shape
 
 
@@ -82,22 +81,15 @@ def evaluate_posterior(self, logits, candidates, logits_processor=None, lantern=
     Args:
         self:              with nearest_latents (C, >= lantern_k + 1), NumPy or torch, where lantern; and
                            image_token_offset, the id of code 0, where that is not 0
-        logits:            (L, D, V) of every path, or TreeLogits
-        candidates:        (L, D)    int64: tokens along the paths, -1 pads
-        logits_processor:  None: greedy; or a list of transformers' logits processors (see `settings_of`)
+        logits, candidates, logits_processor, generator:   as in `eagle.evaluate_posterior`
         lantern:           whether neighbors lend their probability
         lantern_k:         how many neighbors may, besides the token itself
         lantern_delta:     up to 1: LANTERN's limit of the total variation. Above: LANTERN++'s ratio, their mass at most
                            lantern_delta - 1 times the token's
-        residual:          these two as in `patch`
-        empty:
-        generator:         as in `eagle.evaluate_posterior`
+        residual, empty:   as in `patch`
 
     Returns:
-        best_candidate:    () int64: the first row of retrieve_indices with the accepted path; of equally long greedy
-                           paths the first
-        accept_length:     how many drafts were accepted, an integer
-        sample_p:          (V,) float32: 1 at the next token, which is drawn already, and 0 elsewhere
+        as `eagle.evaluate_posterior` does; of equally long greedy paths the first
 
     Raises:
         ValueError:  nearest_latents has too few columns, or non_image_tokens leaves more than one range of ids
@@ -202,34 +194,18 @@ def update_inference_inputs(self, input_ids, candidates, best_candidate, accept_
 def topK_genrate(self, hidden_states, input_ids, head, logits_processor, cfg_scale, input_position_diff=None,
                  attention_mask=None):
     """A dynamic tree; input_position_diff and attention_mask are Anole's. Returns the results of `eagle.grow_tree`."""
-    input_ids = input_ids.to(hidden_states.device)
-    root, input_ids = input_ids[:1, -1], input_ids[:, 1:]
-    length, device = input_ids.shape[1], hidden_states.device
-    self.reset()
-    cached, known = getattr(self, "stable_kv", None), 0
-    if cached is not None:
-        known = cached[0][0].shape[2]
-    of_anole = {} if input_position_diff is None else {"attention_mask": attention_mask}
-
     def place(position_ids):
         if input_position_diff is None:
             return position_ids
-        return torch.stack([position_ids, (position_ids - input_position_diff).clamp(min=0)])
-
-    position_ids = place(torch.arange(known, length, device=device)).view(-1, length - known)
-    hidden, cached = self(hidden_states, input_ids=input_ids[:, known:], past_key_values=cached, use_cache=True,
-                          position_ids=position_ids, **of_anole)
-    self.stable_kv = cached
-
-    def read(hidden, tokens, past_key_values, depth):
-        return self(hidden, input_ids=tokens, past_key_values=past_key_values, use_cache=True,
-                    position_ids=place(length + depth + self.position_ids.to(device)), **of_anole)
+        return torch.stack([position_ids, (position_ids - input_position_diff).clamp(min=0)]).flatten(0, -2)
 
     settings = GREEDY if logits_processor is None else settings_of(logits_processor)
     if settings is None:
         raise ValueError("logits_processor must be made by prepare_logits_processor, of temperature, top_p and top_k")
-    return grow_tree(self, hidden[:, -1:], cached, root, head, read, sampled=logits_processor is not None,
-                     settings=settings, guidance=cfg_scale, id_range=partial(_image_ids, self))
+    return draft(self, hidden_states, input_ids, head, place=place,
+                 of_layer=None if input_position_diff is None else {"attention_mask": attention_mask},
+                 sampled=logits_processor is not None, settings=settings, guidance=cfg_scale,
+                 id_range=partial(_image_ids, self))
 
 
 def generate_tree_buffers(self, tree_choices, device="cuda") -> dict:

@@ -2,9 +2,8 @@
 
 The functions have the names, arguments and outputs of the functions in sglang/kernels/ops/speculative/sampling.py and
 tree.py of SGLang 0.5.23 (before, of the package `sgl_kernel`). docs/use_it.md says which names SGLang calls them by.
-`python -m benchmarks.signatures --sglang FOLDER` says what has moved in another version.
-They write to the tensors that SGLang allocated and read nothing back to the host. They run wherever specvis_kernels
-does. `register` is the entry point by which SGLang finds them, in each of its processes.
+`python -m benchmarks.signatures --sglang FOLDER` says what has moved in another version. They write to the tensors that
+SGLang allocated and read nothing back to the host. `register` is the entry point by which SGLang finds them.
 """
 import functools
 import os
@@ -327,9 +326,7 @@ def _write(predicts, accept_index, accept_token_num, tokens, flat, accepted_node
 def register() -> None:
     """Hook the tree functions here into SGLang if SPECVIS_SGLANG is 1 in the environment; without it nothing changes.
 
-    This is the entry point specvis of the group sglang.srt.plugins. It replaces what SGLang calls on every platform for
-    building trees, verifying them greedily and by sampling. Where SGLang has no tree sampler (it then decodes greedily
-    without saying so: on CPU, XPU and ROCm) the requests that ask for sampling are sampled.
+    This is the entry point specvis of the group sglang.srt.plugins. docs/use_it.md says what it replaces where.
 
     Raises:
         ValueError:   SPECVIS_SGLANG is neither 0 nor 1

@@ -3,18 +3,13 @@
     model.generate(ids, custom_generate=jacobi_generate, window=16, max_new_tokens=256, do_sample=True)
     model.generate(ids, custom_generate=tree_generate, draft=draft, choices=choices, max_new_tokens=256, do_sample=True)
 
-For every causal language model that takes a mask of four dimensions and position ids: full attention in each layer,
-"sdpa" or "eager". Tested with transformers 4.57.6, 5.19.0, 5.20.2, 5.23.0 and 5.24.0, with text models, with the text
-of Emu3, Chameleon and Janus, and with GLM-Image, whose position ids have three axes. It is imported when one of the two
-functions is called.
+For causal language models that take a mask of four dimensions and position ids: full attention in each layer, "sdpa" or
+"eager". docs/use_it.md says what they do beside `generate`, and which versions were tested; `_hosts.py` and
+`_transformers.py` refuse what they cannot do. Transformers is imported when one of the two functions is called.
 
-Tokens equal the tokens of another way to decode as far as its forwards give equal logits. In half precision forwards of
-another number of tokens round differently, so now and then a token differs.
-
-The functions keep a cache of their own, in which each request has its own length, and do not use the one that
-`generate` makes. They refuse what they cannot do: beams, other logits processors than temperature, top-k and top-p,
-scores and attentions as outputs (but see `log_probs`), prompts that are not token ids, ids that a model masks, and
-models that would read a tree wrongly (`_hosts.py` has the list).
+Tokens equal the tokens of another way to decode as far as its forwards give equal logits: in half precision forwards of
+another number of tokens round differently. The functions keep a cache of their own, in which each request has its own
+length, and do not use the one that `generate` makes.
 """
 from collections.abc import Callable, Sequence
 
@@ -78,7 +73,7 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
         as `generate` does: (B, S + the longest) int64, or with return_dict_in_generate an output with `sequences`
 
     Raises:
-        ValueError: the call is not supported, see the top of this module, or an argument differs from the above
+        ValueError: the call is not supported, see docs/use_it.md, or an argument differs from the above
         StatusError: the model's logits or the draft model's rows have a NaN, or nothing to draw from (`check_status`)
 
     Example:
@@ -168,10 +163,10 @@ def jacobi_generate(model, input_ids: Tensor, logits_processor: Sequence | None 
     """Decode by Jacobi iteration, without a draft model: to be passed to `model.generate` as `custom_generate`.
 
     Each target forward reads the newest token and guesses of the next `window` ones, and draws all of them anew, each
-    with its own noise. The leading guesses that were right are final, and so is the draw after them; the others are
-    better guesses. A position's noise never changes, so the tokens are the ones that one-at-a-time decoding draws with
-    the same seeds (window=0), whatever the window and the other requests of the batch. Greedy, they are the tokens of
-    `generate`. (Speculative Jacobi decoding, arXiv:2410.01699; with the same noise in every forward, arXiv:2510.24211.)
+    with its own noise. The leading guesses that were right are final, and so is the draw after them. The tokens are the
+    ones that one-at-a-time decoding draws with the same seeds (window=0), whatever the window and the batch. Greedy,
+    they are the tokens of `generate`. (Speculative Jacobi decoding, arXiv:2410.01699; with the same noise in every
+    forward, arXiv:2510.24211.)
 
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, guidance, unconditional_ids,
@@ -185,7 +180,7 @@ def jacobi_generate(model, input_ids: Tensor, logits_processor: Sequence | None 
         as `generate` does: (B, S + the longest) int64, or with return_dict_in_generate an output with `sequences`
 
     Raises:
-        ValueError: the call is not supported, see the top of this module, or an argument differs from the above
+        ValueError: the call is not supported, see docs/use_it.md, or an argument differs from the above
         StatusError: the model's logits have a NaN, or nothing to draw from (`check_status`)
 
     Example:

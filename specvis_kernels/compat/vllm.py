@@ -2,15 +2,10 @@
 
 `rejection_sample` has the arguments and the result of the function of that name in vllm/v1/sample/rejection_sampler.py
 of vLLM 0.33.0. `probabilistic_rejection_sample` has the arguments and the result of `rejection_sample` in
-vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py. `python -m benchmarks.signatures --vllm FOLDER` says
-what has moved in another version. Neither of the two imports vLLM or reads anything back to the host. Both keep the
-target's distribution, except by FLy's rule; the random numbers differ from vLLM's.
-
-`register` is the entry point by which vLLM finds them, in each of its processes; `JacobiProposer` makes drafts of the
-target's own draws.
-
-Because nothing is read back, logits of NaN raise nothing: such a row gives token 0. With SPECVIS_CHECK=1 in the
-environment every op reads its `status` and raises StatusError (see `check_status`): set it to find such a row.
+vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py. `python -m benchmarks.signatures --vllm FOLDER` says what has
+moved in another version. Neither of the two imports vLLM or reads anything back to the host, so logits of NaN raise
+nothing (docs/use_it.md). Both keep the target's distribution, except by FLy's rule. `register` is the entry point by
+which vLLM finds them; `JacobiProposer` makes drafts of the target's own draws.
 """
 import functools
 import os
@@ -311,16 +306,11 @@ def _then_next(drafts: Tensor, num_accepted: Tensor, next_token: Tensor, pad: in
 def register() -> None:
     """Replace vLLM's rejection samplers as SPECVIS_VLLM in the environment says; without it nothing changes.
 
-    This is the entry point specvis of the group vllm.general_plugins. There are two modes, and they exclude each other:
+    This is the entry point specvis of the group vllm.general_plugins. docs/use_it.md explains its two modes:
 
-        rejection    vLLM's rule, drafts accepted by a ratio of probabilities, by the two functions here
-        seed_exact   drafts accepted while they equal the target's own draws, which the request's seed and the position
-                     decide: any proposer gives the tokens of decoding without drafts. The v1 engine then draws all
-                     tokens with our noise (`draw_tokens`), also without drafts. Model runner V2 draws with vLLM's own
-                     noise, so the tokens are those of vLLM without speculation and without this plugin.
-                     `JacobiProposer` needs this mode
-
-    A request of the v1 engine without a seed gets one from its id and the engine's seed.
+        rejection    vLLM's rule, drafts accepted by a ratio of probabilities, by the two functions here seed_exact
+        drafts accepted while they equal the target's own draws by the request's seed, or one from its id and
+                     the engine's seed, and the position. `JacobiProposer` needs this mode
 
     Raises:
         ValueError:   SPECVIS_VLLM is neither of the two, nor 0
@@ -438,16 +428,12 @@ _draws = _TargetDraws()  # the samplers' and the proposer's, which vLLM makes fr
 class JacobiProposer:
     """Drafts for vLLM's method custom_class, without a draft model: the draws after the first miss are the next drafts.
 
-    Verification draws the target's token at every row of a step. The draws after the first one that misses its draft
-    are not emitted, as their rows have read a wrong token. They are good guesses nevertheless, because their noise is
-    the one by which these positions will be drawn again. Guesses for positions without a row are drawn from the
-    request's last row, with their own noise. (Jacobi decoding with shared noise: arXiv:2510.24211.)
+    Draws after the first one that misses its draft are not emitted, as their rows have read a wrong token. They are
+    good guesses nevertheless, because their noise is the one by which these positions will be drawn again. Guesses for
+    positions without a row are drawn from the request's last row, with their own noise. (Jacobi decoding with shared
+    noise: arXiv:2510.24211.)
 
-    It needs SPECVIS_VLLM=seed_exact, and vLLM's v1 model runner: V2 refuses custom classes.
-
-        SPECVIS_VLLM=seed_exact vllm serve MODEL --speculative-config \
-            '{"method": "custom_class", "model": "specvis_kernels.compat.vllm.JacobiProposer",
-              "num_speculative_tokens": 16}'
+    It needs SPECVIS_VLLM=seed_exact, and vLLM's v1 model runner: docs/use_it.md has the command.
 
     Args:
         vllm_config: vLLM's; its model runner, the number of speculative tokens and the longest model length are read
