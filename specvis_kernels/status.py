@@ -4,16 +4,12 @@ from torch import Tensor
 
 from ._checks import check
 
-EMPTY_RESIDUAL = 1  # the residual was empty: the target's own distribution was used, or the one that `empty` names
-INVALID_ROW = 2     # a row of logits or probabilities holds NaN, an infinity, a negative number, or no mass, or the
-                    # model has masked all ids of its range, or this is empty or leaves the vocabulary; or a Gaussian's
-                    # mean, log sigma, token or log ratio is NaN or infinite, or leads to such a number
-INVALID_TREE = 4    # a parent, link, row or token id is out of range: it is reported and never followed
-INVALID_RULE = 8    # omega is negative, NaN, or < 1 with groups or with neighbors and the optimal residual; or the
-                    # temperature of a Gaussian's distances is not positive and finite: nothing is accepted
-OUT_OF_TRIES = 16   # no try for a continuous token was accepted: the target's own sample was used instead
-INVALID_DRAFT = 32  # the row that drafts were drawn from holds NaN, a negative number, a number above 2, or no mass; or
-                    # a draft has no mass in it
+EMPTY_RESIDUAL = 1  # no error: docs/faults.md has the bits' meanings, MEANINGS what may have happened
+INVALID_ROW = 2
+INVALID_TREE = 4
+INVALID_RULE = 8
+OUT_OF_TRIES = 16   # no error
+INVALID_DRAFT = 32
 SHOWN = 4  # requests of a kind of error
 
 LOGITS = ("after guidance and temperature a row holds NaN, +inf or nothing but -inf, or all ids of its range are "
