@@ -68,7 +68,7 @@ class StageImages:
         return *self.captioned.condition(self.tokens.captions[rows]), self.tokens.ids[rows]
 
     def hidden(self, images: Images) -> Tensor:
-        return self.captioned.hidden(*images)
+        return self.captioned.hidden(*images[:3])
 
 
 def drafted(head: EagleHead | TransformersEagleHead, examples: Examples, images: Images,

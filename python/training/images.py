@@ -80,7 +80,7 @@ class FolderImages:
         return *self.pipeline.gpt.condition(*source), self.ids[rows.to(self.ids.device)]
 
     def hidden(self, images: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        return self.pipeline.gpt.teacher_forced(*images)
+        return self.pipeline.gpt.teacher_forced(*images[:3])
 
 
 def begin(run: Path, target: Path, settings: dict) -> None:

@@ -194,7 +194,7 @@ def test_a_draft_is_compared_with_the_hidden_state_at_its_own_token(target, imag
     drawn = Images(*examples.take(torch.arange(3)))
     states = drafted(tiny_pipeline().eagle, examples, drawn)
     assert states[0].shape == states[1].shape == (3, 15, 32)
-    assert torch.equal(states[1], pipeline.gpt.teacher_forced(*drawn)[:, 3:])  # after the three of the condition
+    assert torch.equal(states[1], pipeline.gpt.teacher_forced(*drawn[:3])[:, 3:])  # after the three of the condition
 
 
 def test_draws_are_conditioned_as_decoding_is(target, images, tmp_path):
