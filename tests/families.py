@@ -8,6 +8,7 @@ import torch
 from specvis.models.chameleon_vq import ChameleonVQ
 from specvis.models.kl_vae import KLConfig
 from specvis.models.transformers import Chameleon, Emu3, GLMImage, JanusPro
+from specvis.models.transformers_eagle import TransformersEagleHead
 
 transformers = pytest.importorskip("transformers")  # which skips the tests of who imports this
 C, S = 10, 7
@@ -116,3 +117,16 @@ def saved_vqgan(file: Path, codebook: torch.Tensor) -> None:
     others = {"encoder.conv_in.weight": torch.zeros(32, 3, 3, 3), "quant_conv.weight": torch.zeros(4, 4, 1, 1),
               "loss.logvar": torch.zeros(())}
     torch.save({"state_dict": vq.state_dict() | others, "global_step": 7}, file)
+
+
+def released(target, folder, rows=None, **changes):
+    """A head with random weights as LANTERN has released its own. rows: of its norms of queries and keys"""
+    torch.manual_seed(5)
+    tensors = TransformersEagleHead(target).state_dict() | {"embed_tokens.weight": target.embed.weight.detach().clone()}
+    for name in [name for name in tensors if rows and "_norm.weight" in name or rows and "_norm.bias" in name]:
+        tensors[name] = torch.randn(rows, tensors[name].shape[-1])
+    tensors = {name: tensor for name, tensor in (tensors | changes).items() if tensor is not None}
+    folder.mkdir(exist_ok=True)
+    torch.save(tensors, folder / "pytorch_model.bin")
+    (folder / "config.json").write_text(json.dumps({"model_type": "chameleon", "num_hidden_layers": 1}))
+    return folder

@@ -35,6 +35,9 @@ from tests.families import (
     glm_image_model,
     janus_model,
     needs_glm_image,
+    released,
+    saved,
+    saved_vqgan,
     target_of,
     transformers,
 )
@@ -356,7 +359,17 @@ class Pipe:
 
 def test_the_programs_of_the_page_run(monkeypatch, tmp_path):
     """As they are, but with tiny models in place of the published ones, and with small pictures of Chameleon's."""
+    page = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
+    whole, *blocks = re.findall(r"^```text\n(.*?)^```", page, re.S | re.M)
+    assert len(blocks) == 10
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "jadohu").mkdir()
+    target = anole(chameleon_model(0), S)
+    released(target, tmp_path / "jadohu" / "anole_drafter")
+    released(target, tmp_path / "anole_drafter")
+    saved("anole", tmp_path / "leloy" / "Anole-7b-v0.1-hf")
+    saved_vqgan(tmp_path / "vqgan.ckpt", target.codebook)
+    exec(whole.replace('"anole", ', '"anole", image_size=64, '), {})
     models = {"Chameleon": chameleon_model, "Emu3": emu3_model, "Janus": janus_model}
     models |= {"GlmImage": glm_image_model} if HAS_GLM_IMAGE else {}
     monkeypatch.setitem(sys.modules, "diffusers", SimpleNamespace(GlmImagePipeline=Pipe))
@@ -365,20 +378,18 @@ def test_the_programs_of_the_page_run(monkeypatch, tmp_path):
                             lambda _, make=make, **__: make(0))
     for name in ("JanusProcessor", "Emu3Processor", "AutoTokenizer", *["GlmImageProcessor"] * HAS_GLM_IMAGE):
         monkeypatch.setattr(getattr(transformers, name), "from_pretrained", lambda _, **__: Processor())
-    page = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
-    blocks = re.findall(r"^```text\n(.*?)^```", page, re.S | re.M)
-    assert len(blocks) == 9
-    names, pictures = {"lumina_mgpt": lumina_mgpt}, {"0.png", "1.png", "heart.png"}
-    for block in blocks[:None if HAS_GLM_IMAGE else 6]:
+    names, given = {"lumina_mgpt": lumina_mgpt}, {path.name for path in tmp_path.iterdir()} - {"0.png"}
+    pictures = {"a.png", "0.png", "1.png", "heart.png"}
+    for block in blocks[:None if HAS_GLM_IMAGE else 7]:
         exec(block.replace("prefix_len=128)", "prefix_len=128, grid=(2, 4))").replace("k=100", "k=5")
              .replace("8828, 8828]", "8805, 8806]")
              .replace(", 100, normalize", ", 5, normalize").replace("16384", "10"), names)
         assert names["decoded"].tau.min() >= 1
-        if block == blocks[5]:
+        if block == blocks[2]:
             assert names["codes"].shape == (2, 2, 4) and names["condition"].shape == (2, 128, 64)
             assert names["prompts"][0][-4:] == [8710, 8197, 8805, 8806]
     pictures |= {"red heart.png", "zebra.png"} if HAS_GLM_IMAGE else set()
-    assert {path.name for path in tmp_path.iterdir()} == pictures and names["codes"].shape == (2, 2, 4)
+    assert {path.name for path in tmp_path.iterdir()} == pictures | given and names["codes"].shape == (2, 2, 4)
 
 
 def test_changed_layers_are_read_by_modules(targets):

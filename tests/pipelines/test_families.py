@@ -3,6 +3,7 @@ import json
 import pickle
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,9 +19,8 @@ from specvis.cli.many import Drawing, PictureRequest
 from specvis.cli.options import ModelFiles
 from specvis.cli.workers import Worker
 from specvis.decoding.methods import parse_method
-from specvis.models.transformers_eagle import TransformersEagleHead
 from specvis.pipelines.families import FAMILIES, FamilyPipeline, code_colors, load_eagle, load_vqgan
-from tests.families import HAS_GLM_IMAGE, C, saved, saved_vqgan
+from tests.families import HAS_GLM_IMAGE, C, released, saved, saved_vqgan
 
 SIZES = {"anole": 64, "lumina-mgpt": 64, "emu3": 32, "janus-pro": None, "glm-image": 64}
 NAMES = [name for name in FAMILIES if HAS_GLM_IMAGE or name != "glm-image"]
@@ -38,19 +38,6 @@ def options(family, folder, *more):
 
 def load(family, folder, **more):
     return FamilyPipeline.load(folder, family, **{"image_size": SIZES[family]} | more)
-
-
-def released(target, folder, rows=None, **changes):
-    """A head with random weights as LANTERN has released its own. rows: of its norms of queries and keys"""
-    torch.manual_seed(5)
-    tensors = TransformersEagleHead(target).state_dict() | {"embed_tokens.weight": target.embed.weight.detach().clone()}
-    for name in [name for name in tensors if rows and "_norm.weight" in name or rows and "_norm.bias" in name]:
-        tensors[name] = torch.randn(rows, tensors[name].shape[-1])
-    tensors = {name: tensor for name, tensor in (tensors | changes).items() if tensor is not None}
-    folder.mkdir(exist_ok=True)
-    torch.save(tensors, folder / "pytorch_model.bin")
-    (folder / "config.json").write_text(json.dumps({"model_type": "chameleon", "num_hidden_layers": 1}))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +107,10 @@ def test_a_family_s_numbers_are_used(folders):
         assert sampling.guidance.item() == usual.guidance and sampling.top_k.item() == usual.top_k
         assert sampling.temperature.item() == pytest.approx(usual.temperature or 1.0)
         assert f"{pipeline.side} x {pipeline.side} pixels" in repr(pipeline)
+    page = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
+    for family in FAMILIES.values():
+        labels = {name: parse_method(name, family.methods).label for name in family.methods}
+        assert all(f"`{label}`" in page or labels["eagle2"].partition(":")[2] in label for label in labels.values())
     assert parse_method("adt-tree:nodes=20", FAMILIES["anole"].methods).drafts.adaptation.widths == (4, 13)
     assert parse_method("eagle2", FAMILIES["lumina-mgpt"].methods).max_depth == 6
     anole, lumina = pipelines["anole"].prompts, pipelines["lumina-mgpt"].prompts
