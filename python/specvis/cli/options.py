@@ -18,7 +18,7 @@ from ..interrupts import quiet
 from ..models.words import STYLES
 from ..pipelines.checkpoint import CONTINUOUS_GUIDANCE, FILTERS, ModelSettings, check_device, read_settings
 from ..pipelines.discrete import SHIPPED, Pipeline
-from ..pipelines.families import FAMILIES, FamilyPipeline
+from ..pipelines.families import FAMILIES, FamilyPipeline, found
 from ..pipelines.mar import MARPair
 from .commands import Interrupted
 
@@ -82,8 +82,9 @@ class ModelFiles:
         return FAMILIES[self.family].methods if self.family else {}
 
     def absolute(self) -> "ModelFiles":
-        draft, vq = (path and path.absolute() for path in (self.draft, self.vq))
-        model = self.model.absolute() if self.model.exists() else self.model  # else a name on a model hub
+        """The same for processes in other folders; what is on a model hub is fetched."""
+        model, draft, vq = (path and (found(path) if self.family else path).absolute()
+                            for path in (self.model, self.draft, self.vq))
         return ModelFiles(model, self.family, draft, vq, self.image_size)
 
     def load(self, kind: type, device: str, **options) -> Pipeline | MARPair:

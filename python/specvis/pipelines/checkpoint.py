@@ -287,13 +287,13 @@ def read_settings(folder: Path) -> ModelSettings:
 
 
 def fingerprint(folder: Path, but: tuple[str, ...] = ()) -> str:
-    """What a folder with a model is known by: its files, of which large ones are read in part, see `samples`.
+    """What a model's folder, or a file, is known by: its files, of which large ones are read in part, see `samples`.
 
     but: names of files that do not count
     """
     known = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.suffix not in KNOWN or path.name in but or not path.is_file():
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
+        if path != folder and path.suffix not in KNOWN or path.name in but or not path.is_file():
             continue
         known.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
         with open(path, "rb") as file:
@@ -322,7 +322,7 @@ def samples(file: BinaryIO, path: Path) -> Iterator[bytes]:
             return
         except Exception:
             file.seek(0)  # it is no such file, as reading it will say
-    elif path.suffix == ".bin" and is_mappable(path):
+    elif path.suffix in (".bin", ".ckpt") and is_mappable(path):
         try:
             yield repr([(entry.filename, entry.file_size, entry.CRC)
                         for entry in zipfile.ZipFile(file).infolist()]).encode()

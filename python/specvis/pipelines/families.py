@@ -391,7 +391,7 @@ def is_near(other: Tensor, own: Tensor) -> bool:
     """Whether two tensors are one, but for the rounding of their dtypes."""
     step = max(torch.finfo(t.dtype).eps for t in (other, own))
     for theirs, ours in zip(other.split(4096), own.detach().split(4096)):
-        theirs, ours = theirs.float(), ours.float().cpu()
+        theirs, ours = theirs.float().cpu(), ours.float().cpu()
         if not ((theirs - ours).abs() <= step * ours.abs() + 1e-6).all():
             return False
     return True
@@ -437,7 +437,7 @@ def load_vqgan(source: SourceFile | str | Path, num_codes: int = 8192, codebook:
         check_finite(source.path, name, value)
     vq.load_state_dict(weights)
     codes = weights["quantize.embedding.weight"]
-    if codebook is not None and (codebook.shape != codes.shape or not is_near(codes.to(codebook), codebook)):
+    if codebook is not None and (codebook.shape != codes.shape or not is_near(codes.to(codebook.dtype), codebook)):
         raise CheckpointError(f"{source.path} must have the model's codebook, {tuple(codebook.shape)}, got another "
                               f"one, {tuple(codes.shape)}: it is another model's VQ-GAN")
     return vq
