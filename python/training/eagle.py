@@ -162,7 +162,7 @@ def train(folder: Path, target: TargetModel, model: EagleHead | TransformersEagl
 @options(
     click.option("--target", type=click.Path(path_type=Path),
                  help="Folder with a model, as `specvis convert` makes it; with --family as transformers has it, or "
-                      "its name on a model hub. [default: the GPT of the stages before]"),
+                      "its name on a model hub, if it was fetched. [default: the GPT of the stages before]"),
     click.option("--family", type=click.Choice(list(FAMILIES)), help="Of --target: one of transformers' families."),
     click.option("--prompts", type=click.Path(path_type=Path),
                  help="With --family: a file with a prompt a line, of which the target draws what the head learns."),

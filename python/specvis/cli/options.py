@@ -82,7 +82,7 @@ class ModelFiles:
         return FAMILIES[self.family].methods if self.family else {}
 
     def absolute(self) -> "ModelFiles":
-        """The same for processes in other folders; what is on a model hub is fetched."""
+        """The same for processes in other folders."""
         model, draft, vq = (path and (found(path) if self.family else path).absolute()
                             for path in (self.model, self.draft, self.vq))
         return ModelFiles(model, self.family, draft, vq, self.image_size)
@@ -118,7 +118,7 @@ def model_options(command):
     for option in reversed((
         click.option("--model", type=click.Path(path_type=Path), default=SHIPPED, show_default="the shipped model",
                      help="Folder with the model, such as `specvis convert` makes; with --family as transformers has "
-                     "it, or its name on a model hub."),
+                     "it, or its name on a model hub, if it was fetched."),
         click.option("--family", type=click.Choice(list(FAMILIES)), show_default="none",
                      help="Which of transformers' families the model is of."),
         click.option("--draft", type=click.Path(path_type=Path), help="With --family: an EAGLE head, or a smaller "

@@ -2,6 +2,7 @@
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,7 +107,7 @@ class FamilyPipeline(Pipeline):
     def load(folder: str | Path, family: str, device: torch.device | str = "cpu", *,
              dtype: torch.dtype = torch.float32, draft: str | Path | None = None, vq: str | Path | None = None,
              image_size: int | None = None, prefix_len: int = PREFIX_LEN) -> "FamilyPipeline":
-        """The model in a folder as transformers has it, or of that name on a model hub.
+        """The model in a folder as transformers has it, or by its name on a model hub, if it was fetched before.
 
         On a CPU the op `decoder_layers` reads what is drafted, where it can. Its copy of the layers takes as much
         memory as they do.
@@ -243,18 +244,20 @@ def family_of(name: str) -> Family:
 
 
 def found(folder: str | Path) -> Path:
-    """A folder or file that exists, or the local copy of a repository on a model hub, which is fetched."""
+    """A folder or file that exists, or the copy in Hugging Face's cache of what a model hub has by this name."""
     if (path := Path(folder)).exists():
         return path
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder)):
-        raise CheckpointError(f"there is no folder {folder}, and it is no name OWNER/MODEL of a model hub")
-    try:
-        from huggingface_hub import snapshot_download
+    wanted = f"there is no folder {folder}"
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder)):
+        with suppress(Exception):  # transformers raises many kinds
+            from transformers.utils import cached_file
 
-        return Path(snapshot_download(str(folder)))
-    except Exception as error:  # of many kinds, without a network among them
-        raise CheckpointError(f"there is no folder {folder}, and it could not be fetched: {first_line(error)}"
-                              ) from error
+            for part in ("", SUBFOLDERS[0]):
+                if file := cached_file(str(folder), "config.json", subfolder=part, local_files_only=True,
+                                       _raise_exceptions_for_missing_entries=False):
+                    return Path(file).parent.parent if part else Path(file).parent
+        wanted += f"; if it is the name of a model hub, fetch it first: hf download {folder}"
+    raise CheckpointError(wanted)
 
 
 def part_of(folder: Path, which: int) -> Path:
