@@ -86,8 +86,8 @@ def described_of_family(path: Path) -> list[str]:
 def described(model: Path) -> list[str]:
     """What a folder holds, in lines."""
     lines, settings = [], read_settings(model)
-    has_own = any((model / name).exists() for name in ("config.json", "mar.json"))
-    if model.exists() and (model_type_of(model) or not has_own):
+    heads = (model / name for name in ("model.safetensors", "pytorch_model.bin"))
+    if model.is_file() or model_type_of(model) or any(file.exists() for file in heads):
         return described_of_family(model)
     if (model / "config.json").exists():
         config, codes = read_config(model / "config.json", GPTConfig), read_config(model / "tokenizer.json", VQConfig)

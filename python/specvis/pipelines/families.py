@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from specvis_kernels.compat._versions import versions
-
 from ..files import first_line
 from ..models.chameleon_vq import ChameleonVQ
 from ..models.interface import inference, num_tokens
@@ -285,7 +283,8 @@ def read_model(folder: Path, family: Family, name: str, dtype: torch.dtype) -> n
         raise ValueError("a family needs transformers, which is missing: pip install \"specvis[transformers]\""
                          ) from error
     except AttributeError as error:
-        raise ValueError(f"transformers must have {family.model} for {name} ({versions('transformers')})") from error
+        raise ValueError(f"transformers must have {family.model} for {name}, got version {transformers.__version__}"
+                         ) from error
     except Exception as error:  # transformers and safetensors raise many kinds
         raise CheckpointError(f"model {folder} cannot be read by transformers: {first_line(error)}") from error
     missing = sorted(report["missing_keys"])
