@@ -80,8 +80,7 @@ def drawings(archive: tarfile.TarFile):
     import resvg_py  # only this stage needs it
 
     icons, info = read(archive, "icons.json"), read(archive, "metadata.json")
-    extras = {name for group, names in info["categories"].items() if group.startswith("Extras")
-              for name in names}
+    extras = {name for group, names in info["categories"].items() if group.startswith("Extras") for name in names}
     for name, icon in tqdm(icons["icons"].items(), desc=icons["prefix"]):
         if icon.get("hidden") or name in extras or name.endswith("-low"):
             continue

@@ -55,8 +55,7 @@ def animation(rows: dict[str, tuple[Decoded, list[Image.Image]]], on_grid: Calla
         rows: label -> what was decoded, and its B pictures, all of one size
         on_grid: see `Pipeline.on_grid`
     """
-    numbers = {label: on_grid(forward_numbers(decoded.num_accepted.cpu()))
-               for label, (decoded, _) in rows.items()}
+    numbers = {label: on_grid(forward_numbers(decoded.num_accepted.cpu())) for label, (decoded, _) in rows.items()}
     last = max(int(number.max()) for number in numbers.values()) + 1
     step = -(-last // FRAMES)
     clock = [*range(1, last, step), last]
@@ -65,8 +64,7 @@ def animation(rows: dict[str, tuple[Decoded, list[Image.Image]]], on_grid: Calla
     # one palette, and what has not changed since the frame before is transparent: most of a frame takes no bytes
     palette = frames[-1].quantize(TRANSPARENT)
     indices = [np.asarray(image.quantize(palette=palette, dither=Image.Dither.NONE)) for image in frames]
-    changes = [indices[0], *(np.where(now == before, np.uint8(TRANSPARENT), now)
-                             for before, now in pairwise(indices))]
+    changes = [indices[0], *(np.where(now == before, np.uint8(TRANSPARENT), now) for before, now in pairwise(indices))]
     films = [Image.fromarray(change).convert("P") for change in changes]
     for film in films:
         film.putpalette(palette.getpalette())

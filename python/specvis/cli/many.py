@@ -71,8 +71,7 @@ class Drawing:
 
     def load(self, requests: list[PictureRequest]) -> Pipeline | MARPair:
         """The model. ValueError if it cannot be read, or names the lines of prompts that it cannot take."""
-        options = {} if self.is_continuous else {"dtype": getattr(torch, self.dtype),
-                                                 "text_encoder": self.text_encoder}
+        options = {} if self.is_continuous else {"dtype": getattr(torch, self.dtype), "text_encoder": self.text_encoder}
         pipeline = self.model.load(type(self.method), self.device, **options)
         with_style("", pipeline.prompts.styles, self.style)  # an unknown style is reported once, not for each line
         wrong = []

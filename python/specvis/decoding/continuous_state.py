@@ -140,8 +140,7 @@ class ContinuousState:
 
     def decoded(self) -> ContinuousDecoded:
         names = [field.name for field in fields(ContinuousDecoded) if field.name != "num_drawn"]
-        return ContinuousDecoded(**{name: getattr(self, name).cpu() for name in names},
-                                 num_drawn=self.end - self.start)
+        return ContinuousDecoded(**{name: getattr(self, name).cpu() for name in names}, num_drawn=self.end - self.start)
 
 
 def check_known(known: KnownTokens, B: int, L: int, C: int) -> tuple[int, int]:

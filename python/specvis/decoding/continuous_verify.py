@@ -5,13 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvis_kernels import (
-    OUT_OF_TRIES,
-    ResampleGaussianResult,
-    accept_gaussian,
-    philox_uniforms,
-    resample_gaussian,
-)
+from specvis_kernels import OUT_OF_TRIES, ResampleGaussianResult, accept_gaussian, philox_uniforms, resample_gaussian
 
 from .continuous_state import ContinuousStep, Denoisers, Drafts, path_noise
 from .methods import ContinuousMethod
@@ -144,8 +138,7 @@ def resample_paths(step: ContinuousStep, drafts: Drafts, denoisers: Denoisers, i
         noise = path_noise(seeds[pending], RESAMPLE_NOISE, positions[pending], (num_paths, T, C), turn)[:, 0]
         sample = denoisers[repeated].sample(noise, keep_path=True)
         log_ratio = sample.log_density - drafts.denoisers[repeated].log_density(sample.path)
-        result = try_proposals(seeds[pending], positions[pending], sample.mean, log_ratio.float(), turn,
-                               variant="path")
+        result = try_proposals(seeds[pending], positions[pending], sample.mean, log_ratio.float(), turn, variant="path")
         tokens[pending], status[pending] = result.tokens, result.status
         num_tries[pending] += result.num_tries
         pending = pending[(result.status & OUT_OF_TRIES) != 0]

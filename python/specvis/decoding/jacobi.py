@@ -32,16 +32,7 @@ from ..models.interface import (
 )
 from .batch_state import BatchState
 from .coupling import Coupled, Coupling, row_above
-from .decoded import (
-    Decoded,
-    Finished,
-    Observer,
-    Progress,
-    Step,
-    decoded_log_probs,
-    keep_log_probs,
-    new_log_probs,
-)
+from .decoded import Decoded, Finished, Observer, Progress, Step, decoded_log_probs, keep_log_probs, new_log_probs
 from .driver import RunningBatch, decode_batch, read_known
 from .graphs import GraphKey, can_replay, is_replayed, round_up
 from .methods import Method

@@ -20,15 +20,7 @@ from .limits import (
     is_number,
     setting,
 )
-from .method_parts import (
-    USUAL_WINDOW,
-    Acceptance,
-    DynamicDrafts,
-    JacobiDrafts,
-    MethodPart,
-    NoDrafts,
-    StaticDrafts,
-)
+from .method_parts import USUAL_WINDOW, Acceptance, DynamicDrafts, JacobiDrafts, MethodPart, NoDrafts, StaticDrafts
 from .trees import Adaptation
 
 VARIANTS, CONDITIONINGS = ("paper", "released", "path"), ("exact", "block")
@@ -218,8 +210,7 @@ class ContinuousMethod(Recipe):
     name: str
     source: str                        # the paper, and the place in it
     num_iter: int = setting("target forwards of MAR's own decoding; 0: one for each token", 0)
-    steps_first: int = setting(
-        "denoising steps of the first tokens, at most the model's; 0: the model's own number", 0)
+    steps_first: int = setting("denoising steps of the first tokens, at most the model's; 0: the model's own number", 0)
     steps_last: int = setting(
         "denoising steps of the last tokens, linearly between (DiSA); 0: the model's own number", 0)
     guidance_schedule: str = setting("how guidance grows with the known tokens: linear, constant, or released (linear, "
@@ -233,8 +224,7 @@ class ContinuousMethod(Recipe):
     truncate: bool = setting(  # Algorithm 1
         "true: what follows a step's first rejection is drafted anew; false: it is kept", True)
     aligned: bool = setting("true: draft and target denoise the same noise", True)
-    max_tries: int = setting(
-        f"of resampling, before the target draws its own sample; at most {MAX_TRIES}", 100)
+    max_tries: int = setting(f"of resampling, before the target draws its own sample; at most {MAX_TRIES}", 100)
 
     def __post_init__(self):
         need = self.need
@@ -252,8 +242,7 @@ class ContinuousMethod(Recipe):
         need("prefill", is_number(self.prefill, 0, 1), "within [0, 1]")
         need("variant", self.variant in VARIANTS, f"one of {', '.join(VARIANTS)}")
         need("conditioning", self.conditioning in CONDITIONINGS, f"one of {', '.join(CONDITIONINGS)}")
-        need("distance_temperature", is_number(self.distance_temperature, MIN_NUMBER),
-             "positive and finite in 32 bits")
+        need("distance_temperature", is_number(self.distance_temperature, MIN_NUMBER), "positive and finite in 32 bits")
         need("distance_temperature", self.variant != "path" or self.distance_temperature == 1,
              "1 where variant is path: it has no distances")
         need("aligned", self.variant != "path" or self.aligned,

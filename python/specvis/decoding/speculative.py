@@ -19,16 +19,7 @@ from specvis_kernels import INVALID_ROW, CommitTokensResult, VerifyResult, commi
 
 from ..models.interface import DraftModel, Nodes, TargetModel, id_range, inference, num_tokens
 from .batch_state import BatchState
-from .decoded import (
-    Decoded,
-    Finished,
-    Observer,
-    Progress,
-    Step,
-    decoded_log_probs,
-    keep_log_probs,
-    new_log_probs,
-)
+from .decoded import Decoded, Finished, Observer, Progress, Step, decoded_log_probs, keep_log_probs, new_log_probs
 from .draft_tree import DraftState, DraftTree, new_draft_state
 from .driver import RunningBatch, decode_batch, read_known
 from .graphs import GraphKey, can_replay, round_up

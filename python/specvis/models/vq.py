@@ -77,8 +77,7 @@ class Level(nn.Module):
 
     BLOCKS = "res"  # the official name of the list of blocks
 
-    def __init__(self, inside: int, outside: int, blocks: int, groups: int, attention: bool,
-                 resample: str | None):
+    def __init__(self, inside: int, outside: int, blocks: int, groups: int, attention: bool, resample: str | None):
         super().__init__()
         setattr(self, self.BLOCKS, nn.ModuleList(ResBlock(outside if i else inside, outside, groups)
                                                  for i in range(blocks)))

@@ -115,8 +115,7 @@ class MARPair(nn.Module):
         vocabulary = read_config(folder / "vocabulary.json", Vocabulary).words if config.classes is None else None
         scaling = None if has_kl else read_config(folder / "mar_scaling.json", Scaling)
         with torch.device("meta"):
-            pair = MARPair(config, draft_config, tokenizer_config, vocabulary, scaling,
-                           settings=read_settings(folder))
+            pair = MARPair(config, draft_config, tokenizer_config, vocabulary, scaling, settings=read_settings(folder))
         pair.folder = folder
         for part, file in pair.parts.items():
             load_weights(getattr(pair, part), folder / f"{file}.safetensors")
