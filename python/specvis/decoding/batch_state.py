@@ -16,6 +16,10 @@ class BatchState:
     PARTS: tuple[str, ...] = ()   # names of other batch states
     CACHES: tuple[str, ...] = ()  # names of models' caches, of `num_rows` rows
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.padding_mask)
+
     def select(self, rows: list[int], batch: int) -> "BatchState":
         """These rows of B = batch alone, in new memory."""
         other = copy(self)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specvis_kernels import CoupleTokensResult, couple_tokens, sample_residual
 
-from ..models.interface import TargetModel, id_range, num_tokens, rows_and_columns
+from ..models.interface import TargetModel, columns_and_tokens, id_range
 from .batch_state import BatchState
 from .methods import Method, acceptance_rule
 from .sampling import ACCEPT, DRAFT, Sampling, uniforms_at
@@ -61,7 +61,7 @@ class Coupling(BatchState):
         """window: how many guesses a step reads; any_greedy: may a request have temperature 0, now or later?"""
         base, device = methods[0], sampling.seeds.device
         self.acceptance, self.target, self.seeds = base.acceptance, target, sampling.seeds
-        self.num_tokens, self.columns = num_tokens(target), rows_and_columns(target.grid)[1]
+        self.columns, self.num_tokens = columns_and_tokens(target)
         # at temperature 0 nothing is lent: a guess is kept if it is the likeliest token
         deltas = [0.0 if greedy else m.acceptance.delta for m, greedy in zip(methods, sampling.greedy.tolist())]
         self.delta = torch.tensor(deltas, dtype=torch.float32, device=device)

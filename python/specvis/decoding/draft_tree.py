@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specvis_kernels import TreeLinksResult, draft_children, draft_frontier, select_tree, tree_links
 
-from ..models.interface import DraftModel, Nodes, TargetModel, chain_ancestors, id_range, num_tokens, rows_and_columns
+from ..models.interface import DraftModel, Nodes, TargetModel, chain_ancestors, columns_and_tokens, id_range, num_tokens
 from ..models.threads import cat, copy
 from .batch_state import BatchState
 from .methods import Method
@@ -54,10 +54,6 @@ class DraftState(BatchState, ABC):
         self.depths = torch.arange(max_depth + 1, device=seeds.device)[None]  # of the nodes of a chain
         self.chain = chain_ancestors(len(seeds), max_depth + 1, seeds.device)
         self.hidden, self.logits = None, None
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.padding_mask)
 
     @abstractmethod
     def draft(self, root: Tensor, counts: Tensor, max_count: int, max_depth: int, max_width: int) -> DraftTree:
@@ -272,7 +268,7 @@ class DynamicDraftState(DraftState):
 def new_draft_state(draft_model: DraftModel, sampling: Sampling, methods: list[Method],
                     target: TargetModel) -> DraftState:
     """The state of the draft model for these methods, one for each request and all of one `Method.family`."""
-    base, seeds, sizes = methods[0], sampling.seeds, (rows_and_columns(target.grid)[1], num_tokens(target))
+    base, seeds, sizes = methods[0], sampling.seeds, columns_and_tokens(target)
 
     def of_each(value, dtype=torch.int64):
         return torch.tensor([value(m) for m in methods], dtype=dtype, device=seeds.device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..models.interface import ModelCache, Nodes, TargetModel, chain_ancestors
+from ..models.interface import ModelCache, Nodes, TargetModel
 from ..models.layers import Cache
 from .batch_state import BatchState
 from .decoded import Decoded, Finished, Observer, Progress, Step
@@ -153,10 +153,9 @@ def read_known(target: TargetModel, condition: Tensor, padding_mask: Tensor, kno
     hidden, S = target.prefill(condition, padding_mask, cache), condition.shape[1]
     if known_tokens is None or known_tokens.shape[1] == 0:
         return hidden
-    (B, K), device = known_tokens.shape, tokens.device
+    B, K = known_tokens.shape
     tokens[:, :K] = known_tokens.clamp(min=0)
-    nodes = Nodes(torch.arange(K, device=device)[None], torch.full((B,), S, device=device),
-                  chain_ancestors(B, K, device), padding_mask, S + K)
+    nodes = Nodes.chain(K, torch.full((B,), S, device=tokens.device), padding_mask, S + K)
     return torch.cat([hidden, target.extend(nodes.of_rows(tokens[:, :K]), nodes, cache)], 1)
 
 

@@ -20,16 +20,7 @@ from torch import Tensor
 
 from specvis_kernels import DrawTokensResult, guided_probs, tree_links
 
-from ..models.interface import (
-    DraftModel,
-    Nodes,
-    TargetModel,
-    chain_ancestors,
-    id_range,
-    inference,
-    num_tokens,
-    rows_and_columns,
-)
+from ..models.interface import DraftModel, Nodes, TargetModel, chain_ancestors, columns_and_tokens, id_range, inference
 from .batch_state import BatchState
 from .coupling import Coupled, Coupling, row_above
 from .decoded import Decoded, Finished, Observer, Progress, Step, decoded_log_probs, keep_log_probs, new_log_probs
@@ -100,9 +91,9 @@ class JacobiSettings(BatchState):
     def __init__(self, target: TargetModel, requests: Requests, window: int):
         """window: how many guesses a step reads of each image; of more than it has tokens, the first"""
         self.padding_mask, self.sampling = requests.padding_mask, requests.sampling
-        B, L, device = len(requests), num_tokens(target), self.padding_mask.device
-        self.target, self.num_tokens, self.prefix_len, self.window = target, L, target.prefix_len, min(window, L)
-        self.columns = rows_and_columns(target.grid)[1]  # how far the token below is
+        B, device, self.target, self.prefix_len = len(requests), self.padding_mask.device, target, target.prefix_len
+        self.columns, self.num_tokens = columns_and_tokens(target)  # the token below is `columns` away
+        self.window = min(window, self.num_tokens)
         # a row is drawn once more, with the noise of the position this far on: the guess for it
         self.ahead = self.columns if requests.methods[0].seed_exact else 0
         # positions from the newest token's on, as many as are ever guessed at once

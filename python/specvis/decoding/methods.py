@@ -378,11 +378,7 @@ def parse_method(text: str, usual: dict[str, dict] | None = None) -> Method | Co
             raise ValueError(f"method must be like name:parameter=value, got {text!r}")
         if key in parameters:
             raise ValueError(f"{key} must be given once, got {text!r}")
-        if isinstance(known.get(key), bool):
-            parameters[key] = parse_bool(key, value)
-        else:
-            is_word = key not in known or isinstance(known[key], str)
-            parameters[key] = value if is_word else parse_number(key, value)
+        parameters[key] = parse_value(key, value, known.get(key, ""))
     return method(name, **(usual or {}).get(name, {}) | parameters)
 
 
@@ -434,15 +430,14 @@ def one_each(methods, count: int, name: str) -> list:
     return [parse_method(m) if isinstance(m, str) else m for m in given]
 
 
-def parse_bool(name: str, text: str) -> bool:
-    """A value for parameter `name`, true or false."""
-    if text.lower() not in ("true", "false"):
-        raise ValueError(f"{name} must be true or false, got {text!r}")
-    return text.lower() == "true"
-
-
-def parse_number(name: str, text: str) -> int | float | tuple:
-    """A value for parameter `name`: one number, or several with commas where there may be several."""
+def parse_value(name: str, text: str, usual) -> bool | str | int | float | tuple:
+    """A value for parameter `name`, of the kind of its usual one: true or false, a word, or one number or several."""
+    if isinstance(usual, bool):
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{name} must be true or false, got {text!r}")
+        return text.lower() == "true"
+    if isinstance(usual, str):
+        return text
     whole = name not in FRACTIONAL
     try:
         values = tuple((int if whole else float)(part) for part in text.split(","))

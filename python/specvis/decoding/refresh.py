@@ -45,10 +45,6 @@ class Refresh(BatchState):
         self.ancestors = chain_ancestors(len(self.padding_mask), N, device)
         self.logits = None  # (R, 1 + W, V) the small model's newest, of the nodes that the target reads next
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.padding_mask)
-
     def prefill(self, state, num_known_columns: int) -> None:
         """Read the conditions and that many columns of known tokens, and draw the first guesses."""
         self.draft_model.prefill(None, self.cache)

@@ -10,16 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..models.interface import (
-    DraftModel,
-    Nodes,
-    TargetModel,
-    chain_ancestors,
-    has_guidance,
-    id_range,
-    num_tokens,
-    rows_and_columns,
-)
+from ..models.interface import DraftModel, Nodes, TargetModel, has_guidance, id_range, num_tokens, rows_and_columns
 from .batch_state import model_rows
 from .decoded import Observer
 from .methods import Method, one_each
@@ -68,8 +59,7 @@ def checked_requests(target: TargetModel, condition: Tensor, padding_mask: Tenso
         if m.drafting not in drafting:
             raise ValueError(f"methods must be {which}, got {m.name}")
         if m.family != methods[0].family:
-            raise ValueError(f"methods must be of one family (Method.family), got {methods[0].label} and "
-                             f"{m.label}")
+            raise ValueError(f"methods must be of one family (Method.family), got {methods[0].label} and {m.label}")
     num_known = check_known_tokens(known_tokens, len(condition), target)
     return Requests(*cfg_inputs(target, condition, padding_mask), sampling, methods, known_tokens, num_known)
 
@@ -170,8 +160,7 @@ def is_causal(target: TargetModel) -> bool:
     cache, device = target.new_cache(1, S + 2), condition.device
     padding_mask = torch.ones(1, S, dtype=torch.bool, device=device)
     target.prefill(condition, padding_mask, cache)
-    nodes = Nodes(torch.arange(2, device=device)[None], torch.tensor([S], device=device),
-                  chain_ancestors(1, 2, device), padding_mask, S + 2)
+    nodes = Nodes.chain(2, torch.tensor([S], device=device), padding_mask, S + 2)
     first, second = (target.logits(target.extend(torch.tensor([[0, token]], device=device), nodes, cache))[:, 0]
                      for token in (0, target.vocab_size - 1))
     return torch.allclose(first, second, rtol=1e-4, atol=1e-4, equal_nan=True)

@@ -44,7 +44,7 @@ class Sampling(BatchState):
         """
         seeds, top_k, top_p = check_seeds(seeds), 0 if top_k is None else top_k, 1.0 if top_p is None else top_p
 
-        def each(name, value, dtype, holds, wanted):
+        def each(name, value, holds, wanted, dtype=torch.float32):
             values = list(value) if isinstance(value, (list, tuple)) else [value] * len(seeds)
             if len(values) != len(seeds):
                 raise ValueError(f"{name} must be one number or {len(seeds)}, one for each seed, got {len(values)}")
@@ -55,14 +55,10 @@ class Sampling(BatchState):
 
         return Sampling(
             torch.tensor(seeds, dtype=torch.int64, device=device),
-            each("guidance", guidance, torch.float32, lambda x: is_number(x, -MAX_NUMBER),
-                 "a finite number in 32 bits"),
-            each("temperature", temperature, torch.float32, lambda x: is_number(x, 0),
-                 "at least 0 and finite in 32 bits"),
-            each("top_k", top_k, torch.int32, lambda x: is_count(x, 0, MAX_TOP_K),
-                 count_within(0, MAX_TOP_K)),
-            each("top_p", top_p, torch.float32, lambda x: is_number(x, 0, 1) and x > 0, "within (0, 1]"),
-            log_probs)
+            each("guidance", guidance, lambda x: is_number(x, -MAX_NUMBER), "a finite number in 32 bits"),
+            each("temperature", temperature, lambda x: is_number(x, 0), "at least 0 and finite in 32 bits"),
+            each("top_k", top_k, lambda x: is_count(x, 0, MAX_TOP_K), count_within(0, MAX_TOP_K), torch.int32),
+            each("top_p", top_p, lambda x: is_number(x, 0, 1) and x > 0, "within (0, 1]"), log_probs)
 
     def __getitem__(self, requests: list[int]) -> "Sampling":
         return Sampling(*(getattr(self, name)[requests] for name in self.ROWS), self.log_probs)
@@ -72,7 +68,7 @@ class Sampling(BatchState):
 
     def rows(self, logits: Tensor) -> dict[str, Tensor | None]:
         """The arguments by which ops take logits (R, N, V): each request's rows, its guidance and its filters."""
-        cond, uncond = split_rows(logits, len(self.seeds))
+        cond, uncond = (logits, None) if len(logits) == len(self.seeds) else logits.chunk(2)
         return {"logits": cond, "uncond": uncond, "guidance": self.guidance, "temperature": self.temperature,
                 "top_k": self.top_k, "top_p": self.top_p}
 
@@ -120,11 +116,6 @@ def cfg_inputs(model: TargetModel, condition: Tensor, padding_mask: Tensor) -> t
         null, null_mask = model.null_inputs(padding_mask)
         return torch.cat([condition, null]), torch.cat([padding_mask, null_mask])
     return torch.cat([condition, model.null_condition(len(condition))]), repeat_for_cfg(padding_mask)
-
-
-def split_rows(logits: Tensor, batch: int) -> tuple[Tensor, Tensor | None]:
-    """Logits (R, N, V) of B = batch requests -> (B, N, V) with the condition; without it, or None if R = B."""
-    return (logits, None) if len(logits) == batch else logits.chunk(2)
 
 
 def repeat_for_cfg(x: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ the target's own head turns into logits. The first entry is the second position 
 shift by one), so there is one condition entry fewer; condition entries carry token 0 beside their hidden state.
 (LANTERN's release lets the draft model see the padding of short captions; here it is masked, as for the target.)
 """
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -14,18 +13,7 @@ from torch import Tensor
 from specvis_kernels import DecoderLayer, pack_layers, pack_weight, packed_linear
 
 from .interface import Nodes
-from .layers import (
-    Cache,
-    NodesReading,
-    Packing,
-    Reading,
-    RMSNorm,
-    gated,
-    grid_rotations,
-    rotations_at,
-    rotations_of,
-    without_biases,
-)
+from .layers import Cache, NodesReading, Packing, Reading, RMSNorm, gated, grid_rotations, rotations_at, rotations_of
 from .llamagen import GPT, GPTConfig, condition_mask, condition_nodes
 from .threads import cast, cat, embed
 
@@ -143,9 +131,9 @@ class EagleHead(nn.Module):
             return (pack_weight(self.fc.weight), self.fc.bias.detach().float(), packed,
                     rotations_of(self, self.fc.weight.device))
 
-        fits = self.config.head_dim % 16 == 0 and self.fc.bias is not None and without_biases([self.layers])
-        parts = [self.fc, self.layers] if fits else []
-        self.packing.check(parts, (nn.ModuleList, EagleLayer, SelfAttention, MLP, nn.Linear, RMSNorm), pack)
+        parts = [self.fc, self.layers] if self.config.head_dim % 16 == 0 and self.fc.bias is not None else []
+        self.packing.check(parts, (nn.ModuleList, EagleLayer, SelfAttention, MLP, nn.Linear, RMSNorm), pack,
+                           without_bias=[self.layers])
 
     def new_cache(self, rows: int, columns: int) -> Cache:
         self.pack()

@@ -72,6 +72,12 @@ class Nodes:
         mask[..., :self.padding_mask.shape[1]].logical_and_(self.padding_mask[:, None])
         return mask
 
+    @staticmethod
+    def chain(n: int, lengths: Tensor, padding_mask: Tensor, columns: int) -> "Nodes":
+        """n nodes in a row for each request, each the child of the node before it."""
+        depth, ancestors = torch.arange(n, device=lengths.device), chain_ancestors(len(lengths), n, lengths.device)
+        return Nodes(depth[None], lengths, ancestors, padding_mask, columns)
+
     def of_rows(self, x: Tensor) -> Tensor:
         """What belongs to each of B requests, for each of R rows."""
         return x.repeat(len(self.padding_mask) // len(x), *[1] * (x.ndim - 1))
@@ -179,6 +185,11 @@ def num_tokens(target: TargetModel) -> int:
     """L, how many tokens an image of a target has."""
     rows, columns = rows_and_columns(target.grid)
     return getattr(target, "num_tokens", rows * columns)
+
+
+def columns_and_tokens(target: TargetModel) -> tuple[int, int]:
+    """How many tokens a row of an image has, and the image (L)."""
+    return rows_and_columns(target.grid)[1], num_tokens(target)
 
 
 def has_guidance(target: TargetModel) -> bool:

@@ -46,7 +46,7 @@ class Packing:
         return Packing, ()  # a copy of a model packs for itself
 
     def check(self, parts: Sequence[nn.Module], types: tuple[type, ...], pack: Callable[[], Any],
-              multiple: int = 16) -> None:
+              multiple: int = 16, without_bias: Sequence[nn.Module] = ()) -> None:
         """Pack, if the ops can do what modules do, and the weights are not packed yet.
 
         Args:
@@ -54,6 +54,7 @@ class Packing:
             types: they and their modules must have one of these
             pack:  makes the copies
             multiple: the number of the weights' inputs must be divisible by it
+            without_bias: parts whose modules must have no bias, which `pack` would not read
         """
         modules = [module for part in parts for module in part.modules()]
         self.owners = [(module._parameters, name) for module in modules
@@ -63,11 +64,13 @@ class Packing:
         self.hooks = [*GLOBAL_HOOKS, *(hooks for module in modules
                                        for hooks in (module._forward_hooks, module._forward_pre_hooks))]
         self.dropouts = [module for module in modules if isinstance(module, nn.Dropout) and module.p]
-        if not can_pack(self.weights, multiple) or any(GLOBAL_HOOKS) or not all(
+        has_bias = any(getattr(module, "bias", None) is not None for part in without_bias for module in part.modules())
+        if has_bias or not can_pack(self.weights, multiple) or any(GLOBAL_HOOKS) or not all(
                 is_unchanged(module, types) for module in modules):
             self.packed = None
             return
-        state, sums = self.state_now(), [checksum(weight) for weight in self.weights]
+        state = self.state_now()
+        sums = [zlib.crc32(weight.detach().contiguous().view(torch.uint8).numpy()) for weight in self.weights]
         if self.packed is None or state != self.state or sums != self.sums:
             self.packed = pack()
         self.state, self.sums = state, sums
@@ -110,16 +113,6 @@ def is_unchanged(module: nn.Module, types: tuple[type, ...]) -> bool:
     return (type(module) in types and not module._forward_hooks and not module._forward_pre_hooks
             and "forward" not in vars(module)
             and not (module.training and isinstance(module, nn.Dropout) and module.p))
-
-
-def checksum(weight: Tensor) -> int:
-    return zlib.crc32(weight.detach().contiguous().view(torch.uint8).numpy())
-
-
-def without_biases(parts: Sequence[nn.Module]) -> Sequence[nn.Module]:
-    """The parts, or none of them if a bias that nobody expects would not be read."""
-    has_bias = any(getattr(module, "bias", None) is not None for part in parts for module in part.modules())
-    return [] if has_bias else parts
 
 
 def can_fuse(*tensors: Tensor) -> bool:

@@ -9,18 +9,7 @@ from torch import Tensor
 from specvis_kernels import DecoderLayer, pack_layers, pack_weight, packed_linear
 
 from .interface import Nodes
-from .layers import (
-    Cache,
-    NodesReading,
-    Packing,
-    Reading,
-    RMSNorm,
-    gated,
-    grid_rotations,
-    rotations_at,
-    rotations_of,
-    without_biases,
-)
+from .layers import Cache, NodesReading, Packing, Reading, RMSNorm, gated, grid_rotations, rotations_at, rotations_of
 from .sizes import check_sizes
 from .threads import embed
 
@@ -165,6 +154,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
+        self.prefix_len, self.grid, self.vocab_size = config.condition_tokens, config.grid, config.vocabulary
         self.cls_embedding = (ClassEmbedding if config.caption_dim is None else CaptionEmbedding)(config)
         self.tok_embeddings = nn.Embedding(config.vocabulary, config.dim)
         self.layers = nn.ModuleList([Block(config) for _ in range(config.layers)])
@@ -176,19 +166,6 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2 and "uncond" not in name:
                 nn.init.normal_(parameter, std=0.02)
-
-    @property
-    def prefix_len(self) -> int:
-        """How many entries a condition has."""
-        return self.config.condition_tokens
-
-    @property
-    def grid(self) -> int:
-        return self.config.grid
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocabulary
 
     def condition(self, source: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Embed conditions.
@@ -260,10 +237,11 @@ class GPT(nn.Module):
                     rotations_of(self, self.output.weight.device))
 
         parts = [self.layers, self.norm] if self.config.head_dim % 16 == 0 else []
-        self.packing.check(without_biases(parts), PACKABLE, pack)
+        self.packing.check(parts, PACKABLE, pack, without_bias=parts)
 
     def pack_output(self) -> None:
-        self.output_packing.check(without_biases([self.output]), PACKABLE, lambda: pack_weight(self.output.weight))
+        parts = [self.output]
+        self.output_packing.check(parts, PACKABLE, lambda: pack_weight(self.output.weight), without_bias=parts)
 
     def teacher_forced(self, condition: Tensor, padding_mask: Tensor, tokens: Tensor) -> Tensor:
         """Hidden states (B, S + L - 1, dim) at the S conditions and at all but the last of `tokens` (B, L)."""
