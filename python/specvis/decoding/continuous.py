@@ -40,10 +40,7 @@ def mask_lengths(num_tokens: int, num_iter: int) -> list[int]:
 
 
 def denoising_steps(steps_first: int, steps_last: int, num_iter: int) -> list[int]:
-    """How many denoising steps the tokens of each iteration get: from the first number to the last one, linearly.
-
-    The more tokens are known, the less is left to decide (DiSA, arXiv:2505.20297).
-    """
+    """How many denoising steps each iteration's tokens get: linearly from first to last (DiSA, arXiv:2505.20297)."""
     share = [i / max(1, num_iter - 1) for i in range(num_iter)]
     return [round(steps_first + (steps_last - steps_first) * s) for s in share]
 
@@ -129,8 +126,7 @@ def continuous_decode(target: MAR, draft_model: MAR | None, source: Tensor, samp
                                guidance_schedule=method.guidance_schedule)
     check_pair(target, draft_model)
     state = ContinuousState(target, sampling, known)
-    target, draft_model = (GuidedMAR(model, source, sampling, method.guidance_schedule)
-                           for model in (target, draft_model))
+    target, draft_model = (GuidedMAR(mar, source, sampling, method.guidance_schedule) for mar in (target, draft_model))
     for start in range(state.start, min(round(method.prefill * state.num_tokens), state.end)):
         sample_tokens(state, target, start, start + 1)
         state.report(progress)

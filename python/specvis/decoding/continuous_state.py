@@ -177,14 +177,13 @@ def path_noise(seeds: Tensor, stream: int, positions: Tensor, shape: tuple[int, 
 class GuidedMAR:
     """A model with the conditions of B requests."""
 
-    def __init__(self, mar: MAR, source: Tensor, sampling: ContinuousSampling, guidance_schedule: str = "linear"):
+    def __init__(self, mar: MAR, source: Tensor, sampling: ContinuousSampling, schedule: str = "linear"):
         B = len(sampling.seeds)
         mar.pack()
         condition = mar.condition(source)
         if len(condition) != B:
             raise ValueError(f"there must be a condition for each of the {B} seeds, got {len(condition)}")
-        self.mar, self.sampling, self.is_guided = mar, sampling, sampling.guidance != 1.0
-        self.guidance_schedule = guidance_schedule
+        self.mar, self.sampling, self.schedule, self.is_guided = mar, sampling, schedule, sampling.guidance != 1.0
         null = mar.null_condition(B)
         null = null[:, None].expand_as(condition) if condition.ndim == 3 else null
         self.condition = torch.stack([condition, null] if self.is_guided else [condition], 1)  # (B, 1 or 2, ..)
@@ -226,8 +225,7 @@ class GuidedMAR:
         settings = {"temperature": self.sampling.temperature, "num_steps": num_steps}
         if not self.is_guided:
             return self.mar.diffloss.denoiser(z[..., 0, :], **settings)
-        guidance = scheduled_guidance(self.sampling.guidance, num_unknown, self.mar.config.tokens,
-                                      self.guidance_schedule)
+        guidance = scheduled_guidance(self.sampling.guidance, num_unknown, self.mar.config.tokens, self.schedule)
         return self.mar.diffloss.denoiser(z[..., 0, :], uncond=z[..., 1, :], guidance=guidance, **settings)
 
 

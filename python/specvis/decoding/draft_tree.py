@@ -149,10 +149,9 @@ class StaticPlan:
         def for_each_request(numbers):
             return torch.tensor(numbers, dtype=torch.int32, device=device).expand(batch, -1)
 
-        inner_levels = [inner_nodes(tree, depth) for depth in range(tree.depth + 1)]
+        inner_levels = [[n for n in tree.level(depth) if tree.children(n)] for depth in range(tree.depth + 1)]
         inner, drawn_levels = sum(inner_levels, []), [drawn_nodes(tree, above) for above in inner_levels[:-1]]
-        ancestors = tree_links(for_each_request([inner.index(tree.parents[node]) if node else -1
-                                                 for node in inner])).ancestors
+        ancestors = tree_links(for_each_request([inner.index(tree.parents[n]) if n else -1 for n in inner])).ancestors
         self.levels, first = [], 1
         for depth, (above, drawn, new) in enumerate(zip(inner_levels, drawn_levels, inner_levels[1:]), 1):
             self.levels.append(self.Level(
@@ -164,15 +163,8 @@ class StaticPlan:
         # node n is drawn with uniform n - 1; where the tree has no such child, any uniform will do
         self.uniforms = indices([max(node - 1, 0) for node in drawn[1:]])
         self.nodes = indices([drawn.index(node) for node in range(len(tree.parents))])
-        self.num_inner = len(inner)
-        self.links = tree_links(for_each_request(tree.parents))
-        self.draft_row = for_each_request([inner.index(node) if node in inner else -1
-                                           for node in range(len(tree.parents))])
-
-
-def inner_nodes(tree: StaticTree, depth: int) -> list[int]:
-    """The tree nodes at a depth that have children."""
-    return [node for node in tree.level(depth) if tree.children(node)]
+        self.num_inner, self.links = len(inner), tree_links(for_each_request(tree.parents))
+        self.draft_row = for_each_request([inner.index(n) if n in inner else -1 for n in range(len(tree.parents))])
 
 
 def drawn_nodes(tree: StaticTree, above: list[int]) -> list[int]:

@@ -32,12 +32,7 @@ class RunningBatch(BatchState):
     can_select = False
 
     def __init__(self, settings, num_known: list[int], num_columns: int):
-        """
-        Args:
-            settings:    what a step does not change; it has `target`, `sampling`, `padding_mask` and `num_tokens`
-            num_known:   how many tokens of each image are known
-            num_columns: of the target's cache
-        """
+        """settings: what a step does not change; it has `target`, `sampling`, `padding_mask` and `num_tokens`"""
         device = settings.sampling.seeds.device
         self.settings, self.num_columns, self.poll = settings, num_columns, POLL.get(device.type, USUAL_POLL)
         self.cache = new_cache(settings.target, self.num_rows, num_columns)
@@ -160,11 +155,7 @@ def read_known(target: TargetModel, condition: Tensor, padding_mask: Tensor, kno
 
 
 def new_cache(target: TargetModel, rows: int, columns: int) -> ModelCache:
-    """A target's cache for all that a loop will read.
-
-    Raises:
-        ValueError: it is a `Cache` of another size. The sizes of other classes are not known here
-    """
+    """A target's cache for all that a loop will read. ValueError if it is a `Cache` of another size."""
     cache = target.new_cache(rows, columns)
     if isinstance(cache, Cache):
         cache.check(rows, columns, cache.data.dtype)

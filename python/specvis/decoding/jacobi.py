@@ -4,14 +4,11 @@ A step reads the newest token and the guesses of the next positions in one forwa
 each with its own noise (see `specvis_kernels.draw_tokens`). What was guessed right so far is final, and so is the first
 draw after it: it followed the right tokens. The other draws are better guesses. A position that no forward has reached
 yet is guessed from the row of the position above it, with its own noise. (Speculative Jacobi decoding,
-arXiv:2410.01699; with the same noise in every forward, arXiv:2510.24211.)
-
-A small model may refresh the guesses between two forwards, see `refresh`.
+arXiv:2410.01699; with the same noise in every forward, arXiv:2510.24211.) A small model may refresh the guesses between
+two forwards, see `refresh`.
 
 A position's noise never changes. So the tokens are the tokens that `decode` draws with the same seed, whatever the
-window. (By rejection, see `coupling`, the tokens are others.)
-
-Each step is five calls, as in `speculative`: draft, target_forward, verify, commit, update.
+window. (By rejection, see `coupling`, the tokens are others.) Each step is five calls, as in `speculative`.
 """
 from typing import NamedTuple
 
@@ -50,7 +47,6 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
         neighbors:   needed where k > 0, except by rank
         draft_model: needed where methods refresh their guesses, and not used elsewhere. It must read tokens alone, as a
             `SmallDraftModel`: it gets no hidden states
-
     Raises:
         ValueError: an argument differs from the above, or the target's logits at a token depend on later tokens
     """

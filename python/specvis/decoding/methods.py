@@ -255,18 +255,15 @@ class ContinuousMethod(Recipe):
 
     @property
     def is_baseline(self) -> bool:
-        """Is this the method that others are measured against: one token a forward, no drafts?"""
         return not self.gamma and not any(getattr(self, name) for name in OF_MAR)
 
     @property
     def parameters(self) -> dict:
-        """The parameters that the method has, with their values."""
         names = [field.name for field in fields(self) if "help" in field.metadata
                  and field.name != "guidance_schedule" and (field.name in OF_MAR) == (self.gamma == 0)]
         return {name: getattr(self, name) for name in (*names, "guidance_schedule")}
 
     def changed(self, **parameters) -> "ContinuousMethod":
-        """The method with other values of some parameters."""
         return replace(self, **parameters)
 
 
@@ -366,7 +363,6 @@ def parse_method(text: str, usual: dict[str, dict] | None = None) -> Method | Co
     "adt-tree:start=vertical:widths=4,13".
 
     usual: parameters of some methods by their names, where a model's paper has others than the method
-
     Raises:
         ValueError: as `method`; or a value is not what the parameter takes
     """

@@ -1,15 +1,8 @@
 """Between two forwards of the target, a small model refreshes the guesses of Jacobi decoding (`jacobi:refresh=2`).
 
-A forward of the target draws all positions of a window at once, each after guesses. So it corrects a token, and what it
-draws after that does not know of the correction. A small model says what the correction changes. Let l be the target's
-logits at a position, q the small model's before that forward, and r the small model's after it, when it has read the
-newest draws. Then the guess is the draw, by the position's own noise, from
-
-    l + TRUST (r - q)
-
-and at a position that the target has not read, from r. The small model reads the new guesses again, and so on: a
-correction travels as far as the small model carries it. A seed-exact method may take any guess, so the tokens stay
-plain decoding's.
+Why is in docs/methods.md. Let l be the target's logits at a position, q the small model's before the forward, and r the
+small model's after it, when it has read the newest draws. The guess is the draw, by the position's own noise, from
+l + TRUST (r - q), and at a position that the target has not read, from r.
 """
 import torch
 from torch import Tensor
@@ -29,13 +22,7 @@ class Refresh(BatchState):
     PAIRS, CACHES = ("logits", "padding_mask"), ("cache",)
 
     def __init__(self, draft_model: DraftModel, num_refreshes: int, num_tokens: int, window: int):
-        """
-        Args:
-            draft_model:   the small model, which reads tokens alone
-            num_refreshes: between two forwards of the target
-            num_tokens:    L, of an image
-            window:        W, the most guesses that a forward of the target reads
-        """
+        """draft_model reads tokens alone; num_refreshes: between two forwards of the target; window: W, its guesses"""
         self.draft_model, self.num_refreshes = draft_model, num_refreshes
         self.padding_mask, device = draft_model.padding_mask.clone(), draft_model.padding_mask.device
         N = 2 * window + 2  # the most that one read takes: what the target has read, and what it may read next
@@ -111,9 +98,8 @@ class Refresh(BatchState):
 
     def guesses(self, state, positions: Tensor, ids: Tensor | None, logits: Tensor,
                 before: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Guesses (B, N) at the positions (B, N), where ids (B, N, 2) are allowed.
+        """Guesses (B, N) at the positions (B, N), where ids (B, N, 2) are allowed, from logits (R, N, V).
 
-        logits: (R, N, V) the small model's now
         before: of the method of that name; None: there was no forward
         """
         if before:

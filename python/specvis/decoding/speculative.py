@@ -4,9 +4,7 @@ Each step is five calls: draft, target_forward, verify, commit, update. `driver.
 
 A seed-exact method verifies by equality: at every node of a tree the target draws its own token, with the noise of the
 node's position as the baseline does. A draft is accepted if it is this token. So the tokens are the baseline's,
-whatever the trees.
-
-Some tokens of an image may be known. They are read with the condition, and the other tokens are drawn after them.
+whatever the trees. Known tokens are read with the condition, and the other tokens are drawn after them.
 """
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -95,7 +93,6 @@ class SpeculativeState(RunningBatch):
     PARTS, CACHES = ("settings", "draft_state"), ("cache",)
 
     def __init__(self, settings: SpeculativeSettings, draft_state: DraftState, num_known: list[int]):
-        """num_known: how many tokens of each image are known."""
         B, L, device = len(num_known), settings.num_tokens, settings.padding_mask.device
         super().__init__(settings, num_known, settings.target.prefix_len + L + settings.max_nodes)
         self.draft_state = draft_state

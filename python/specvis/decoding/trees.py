@@ -153,14 +153,8 @@ class Adaptation:
     and width to start, and which alpha to look at. Then the shape is adapted: if alpha >= beta, the tree gets
     `depth_step` levels deeper and `width_step` children narrower, else the reverse. The bounds are kept.
 
-    The paper leaves four questions open. They are answered so:
-    1. Which alpha counts? With "horizontal" and "vertical" it is that of the position that the shape comes from. With
-       the other starts it is that of the last tree.
-    2. What is the neighbor at the edge of the image? At the start of a row "horizontal" takes the position above. In
-       the first row "vertical" takes the position to the left.
-    3. Which tree is the first of an image? It has the method's own depth and width, unadapted. It is remembered for
-       the tokens before it as well, which no tree drew: the image's first one, and the known tokens.
-    4. How many nodes does a tree keep? At most the method's `nodes`, whatever its shape.
+    What the paper leaves open is in docs/differences.md. The first tree has the method's own depth and width. It is
+    remembered for the tokens before it as well, which no tree drew: the image's first one, and the known tokens.
     """
 
     start: str = setting("where a tree's shape starts from: horizontal, vertical, random or tokenflock", "horizontal")
