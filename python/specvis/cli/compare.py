@@ -13,19 +13,8 @@ from ..decoding.methods import ContinuousMethod, Method, parse_methods
 from ..files import csv_text, locked, replacing_together, write_whole
 from ..models.words import repeated
 from ..pipelines.prompts import with_style
+from . import options
 from .figures import draw_jacobi, draw_pictures
-from .options import (
-    FAMILY_PROMPTS,
-    MAX_COUNT,
-    dtype_option,
-    is_given,
-    refuse_filters,
-    resumable,
-    sampling_for,
-    sampling_options,
-    style_option,
-    writable_folder,
-)
 from .runs import ComparedResult, ComparedRun, report_differences, run_all
 
 PROMPTS = ["fluent-3d red heart", "fluent-flat blue heart", "noto grinning face", "fluent-3d cat face",
@@ -45,11 +34,11 @@ def windows_of(context, parameter, text: str | None) -> list[int]:
 
 @click.command()
 @click.option("--prompt", "prompts", multiple=True, help="May be repeated. [default: six]")
-@style_option
+@options.style_option
 @click.option("--methods", "names", multiple=True, default=(METHODS,),
               help="Methods with commas between them, each a NAME or NAME:PARAMETER=VALUE:...; all (of discrete "
               "tokens), or continuous.")
-@click.option("-n", "count", type=click.IntRange(1, MAX_COUNT),
+@click.option("-n", "count", type=click.IntRange(1, options.MAX_COUNT),
               help="How many pictures a method. [default: one a prompt]")
 @click.option("--singles", type=click.IntRange(0), default=2,
               help="How many of the pictures are also decoded alone, for their seconds. Discrete tokens only.")
@@ -57,9 +46,9 @@ def windows_of(context, parameter, text: str | None) -> list[int]:
               help="May be repeated.")
 @click.option("--windows", callback=windows_of, metavar="N,N,...",
               help="Also run jacobi with these windows, for a curve in its figure, such as 4,8,16,32.")
-@dtype_option
+@options.dtype_option
 @click.option("--out", type=click.Path(path_type=Path), default="out", help="Folder for the pictures and the table.")
-@sampling_options
+@options.sampling_options
 def compare(prompts, style, names, count, singles, temperatures, windows, dtype, out, seed, guidance, top_k, top_p,
             model, device):
     """Run methods side by side: pictures, plots, a table.
@@ -86,16 +75,16 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
     methods = list(dict.fromkeys(parse_methods(names, model.methods())))
     if style is not None and not prompts:
         raise ValueError("style must be given with --prompt: the prompts of compare have theirs")
-    prompts = list(prompts or (FAMILY_PROMPTS if model.family else PROMPTS))
+    prompts = list(prompts or (options.FAMILY_PROMPTS if model.family else PROMPTS))
     prompts = repeated(prompts, count or len(prompts))
     seeds = list(range(seed, seed + len(prompts)))
-    if any(isinstance(method, ContinuousMethod) for method in methods) and is_given("dtype"):
+    if any(isinstance(method, ContinuousMethod) for method in methods) and options.is_given("dtype"):
         raise ValueError("dtype must not be given with continuous tokens: it is for discrete ones")
     if all(isinstance(method, ContinuousMethod) for method in methods):
-        refuse_filters(methods[0].name)
+        options.refuse_filters(methods[0].name)
     temperatures = list(dict.fromkeys(temperatures or [model.filters(None, None, None)["temperature"]]))
-    runs = [ComparedRun(method, temperature, sampling_for(method, seeds, guidance, temperature, top_k, top_p, model,
-                                                          device))
+    runs = [ComparedRun(method, temperature, options.sampling_for(
+                method, seeds, guidance, temperature, top_k, top_p, model, device))
             for temperature in temperatures for method in methods
             if temperature or not isinstance(method, ContinuousMethod)]
     if not runs:
@@ -113,7 +102,7 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
     prompts = [with_style(prompt, reader.styles, style, default=True) for prompt in prompts]
     reader.encode(prompts)
 
-    with resumable("nothing was written; the same command begins anew"), locked(writable_folder(out)):
+    with options.resumable("nothing was written; the same command begins anew"), locked(options.writable_folder(out)):
         every = run_all(pipelines, list({run.key: run for run in (*runs, *of_windows.values())}.values()), prompts,
                         singles)
         found = {result.key: result for result in every}
@@ -144,31 +133,22 @@ def jacobi_run(runs: list[ComparedRun]) -> ComparedRun | None:
 
 def table(results: list[ComparedResult]) -> list[dict]:
     """A row of COLUMNS for each result."""
+    def rounded(value, digits):
+        return "" if value is None else round(value, digits)
+
     rows = []
     for r in results:
         B, L = r.decoded.tokens.shape[:2]
-        row = dict.fromkeys(COLUMNS, "") | {
-            "method": r.method.label,
-            "temperature": r.temperature,
-            "tau": round(r.decoded.tau.nanmean().item(), 2),
+        rows.append({
+            "method": r.method.label, "temperature": r.temperature, "tau": round(r.decoded.tau.nanmean().item(), 2),
             "target_forwards": round(r.decoded.target_forwards.float().mean().item(), 1),
-            "seconds": round(r.seconds / B, 3),
-        }
-        if r.speedup is not None:
-            row["speedup"] = round(r.speedup, 2)
-        if r.single_seconds:
-            row["single_seconds"] = round(statistics.median(r.single_seconds), 3)
-        if r.single_speedup is not None:
-            row["single_speedup"] = round(r.single_speedup, 2)
-        if r.same_tokens is not None:
-            row["same_tokens"] = f"{r.same_tokens.sum()} of {B}"
-        if r.overhead is not None:
-            row["overhead"] = round(r.overhead, 3)
-        if r.method.drafting != "none":
-            row["acceptance"] = round(r.decoded.acceptance_rate, 3)
-        if isinstance(r.method, Method):
-            row["tv_excess"] = round(r.decoded.tv_excess.mean().item() / L, 4)
-        rows.append(row)
+            "seconds": round(r.seconds / B, 3), "speedup": rounded(r.speedup, 2),
+            "single_seconds": rounded(statistics.median(r.single_seconds) if r.single_seconds else None, 3),
+            "single_speedup": rounded(r.single_speedup, 2),
+            "same_tokens": "" if r.same_tokens is None else f"{r.same_tokens.sum()} of {B}",
+            "overhead": rounded(r.overhead, 3),
+            "acceptance": "" if r.method.drafting == "none" else round(r.decoded.acceptance_rate, 3),
+            "tv_excess": round(r.decoded.tv_excess.mean().item() / L, 4) if isinstance(r.method, Method) else ""})
     return rows
 
 

@@ -17,24 +17,10 @@ from ..decoding.methods import CONTINUOUS, METHODS, ContinuousMethod, Method, pa
 from ..files import locked, write_whole
 from ..pipelines.checkpoint import fingerprint
 from ..terminal import printable
+from . import options
 from .animation import MAX_ANIMATED, draw_animation
 from .manifest import Manifest
 from .many import SHOWN, Drawing, Picture, PictureRequest, draw_here, encoded, enlarged, scale_for
-from .options import (
-    CODES,
-    MAX_COUNT,
-    check_picture,
-    dtype_option,
-    format_of,
-    is_exact,
-    is_given,
-    refuse_filters,
-    resumable,
-    sampling_options,
-    style_option,
-    writable_file,
-    writable_folder,
-)
 from .progress import ProgressBar
 from .workers import draw_by_workers
 
@@ -60,12 +46,12 @@ MAX_SCALE, MAX_BATCH, MAX_WORKERS = 1024, 1024, 1024
               help="Of --workers, as Ray counts them; and threads.")
 @click.option("--gpus-per-worker", type=click.FloatRange(0), show_default="1 where --device is cuda",
               help="Of --workers. 0.5: two of them share a GPU.")
-@style_option
+@options.style_option
 @click.option("--method", "name", default="jacobi",
               help=f"One of {', '.join([*METHODS, *CONTINUOUS])}; or NAME:PARAMETER=VALUE:..., "
               "see `specvis methods`.")
-@click.option("-n", "count", type=click.IntRange(1, MAX_COUNT), default=1, help="How many pictures of each prompt "
-              "(in compare: of each method).")
+@click.option("-n", "count", type=click.IntRange(1, options.MAX_COUNT), default=1,
+              help="How many pictures of each prompt (in compare: of each method).")
 @click.option("--temperature", type=float, show_default="1, or what the family says",
               help="0 always takes the likeliest token.")
 @click.option("--scale", type=click.IntRange(1, MAX_SCALE),
@@ -78,8 +64,8 @@ MAX_SCALE, MAX_BATCH, MAX_WORKERS = 1024, 1024, 1024
               "target forwards.")
 @click.option("--text-encoder", type=click.Path(path_type=Path), help="Folder with FLAN-T5-XL, for a model whose "
               "prompts are captions. [default: the one given to specvis convert]")
-@dtype_option
-@sampling_options
+@options.dtype_option
+@options.sampling_options
 def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, style, name, count, temperature, scale,
              out, animate, text_encoder, dtype, seed, guidance, top_k, top_p, model, device):
     """Draw pictures of a prompt, side by side, or of each prompt of a file.
@@ -90,7 +76,7 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
         raise ValueError("one of --prompt and --prompts must be given" + (", not both" if file else ""))
     if prompt is not None and not prompt.split():
         raise ValueError("prompt must have at least one word")
-    if prompt is not None and (given := [option for option in WITH_FILE if is_given(option)]):
+    if prompt is not None and (given := [option for option in WITH_FILE if options.is_given(option)]):
         raise ValueError(f"{given[0]} must not be given with --prompt: its pictures are drawn all at once")
     for option, value in (("cpus_per_worker", cpus_per_worker), ("gpus_per_worker", gpus_per_worker)):
         if value is not None and not workers:
@@ -103,18 +89,18 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
         raise ValueError(f"device must be cuda where there are workers, each of which sees its own GPU, got {device}")
     method = parse_method(name, model.methods())
     if animate:
-        if given := [option for option in ("out", *WITH_FILE) if is_given(option)]:
+        if given := [option for option in ("out", *WITH_FILE) if options.is_given(option)]:
             raise ValueError(f"{given[0]} must not be given with --animate: its pictures are drawn all at once")
         if isinstance(method, ContinuousMethod) or method.is_baseline:
             raise ValueError(f"method must be one of discrete tokens other than vanilla with --animate, got {name}")
-        if format_of(animate) != "GIF":
+        if options.format_of(animate) != "GIF":
             raise ValueError(f"animate must end in .gif, got {animate}")
     if isinstance(method, ContinuousMethod):
-        refuse_filters(method.name)
-        if out and out.suffix == CODES:
+        options.refuse_filters(method.name)
+        if out and out.suffix == options.CODES:
             raise ValueError(f"out must be a picture with {method.name}, whose tokens are no codes, got {out}")
         for option in ("text_encoder", "dtype"):
-            if is_given(option):
+            if options.is_given(option):
                 raise ValueError(f"{option} must not be given with {method.name}: it is for discrete tokens")
         filters = {"guidance": model.settings().continuous_guidance(guidance), "top_k": None, "top_p": None,
                    "temperature": 1.0 if temperature is None else temperature}
@@ -133,20 +119,20 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
     if animate:
         if len(requests) > MAX_ANIMATED:
             raise ValueError(f"animate must be given with at most {MAX_ANIMATED} pictures, got {len(requests)}")
-        draw_animation(drawing, requests, writable_file(animate, "animate"))
+        draw_animation(drawing, requests, options.writable_file(animate, "animate"))
     elif file:
         many(drawing, requests, out or Path("pictures"), workers, cpus_per_worker, gpus_per_worker,
              settings_of(drawing, method, seed, count))
     else:
-        side_by_side(drawing, requests, writable_file(out or Path("specvis.png")))
+        side_by_side(drawing, requests, options.writable_file(out or Path("specvis.png")))
 
 
 def side_by_side(drawing: Drawing, requests: list[PictureRequest], out: Path) -> None:
     """Draw pictures of one prompt, as one picture."""
     pipeline, start, method = drawing.load(requests), time.perf_counter(), drawing.method
-    keeps_codes = out.suffix == CODES
+    keeps_codes = out.suffix == options.CODES
     side = pipeline.side * scale_for(pipeline.side, drawing.scale)
-    check_picture(side * len(requests), side, "PNG" if keeps_codes else format_of(out))
+    options.check_picture(side * len(requests), side, "PNG" if keeps_codes else options.format_of(out))
     with ProgressBar(len(requests) * pipeline.num_tokens, "token", method.label) as bar:
         decoded = pipeline.tokens([drawing.text(request, pipeline) for request in requests], method,
                                   drawing.sampling(requests), bar.update)
@@ -166,7 +152,7 @@ def side_by_side(drawing: Drawing, requests: list[PictureRequest], out: Path) ->
         row = Image.new("RGB", (side * len(tokens), side), "white")
         for i, picture in enumerate(pipeline.pictures(tokens)):
             row.paste(enlarged(picture, drawing.scale), (i * side, 0))
-        write_whole(out, encoded(row, format_of(out)))
+        write_whole(out, encoded(row, options.format_of(out)))
     kind = f"codes of {codes.shape[1]} x {codes.shape[2]}" if keeps_codes else size(pipeline.side, drawing.scale)
     click.echo(f"{verb} {out}: {len(tokens)} of {len(requests)} pictures, {kind}, "
                f"{seconds:.1f} s, {told(drawing, requests, decoded.target_forwards, decoded.tau)}")
@@ -182,7 +168,7 @@ def many(drawing: Drawing, requests: list[PictureRequest], out: Path, workers: i
     def begin():
         nonlocal start
         start = time.perf_counter()
-        lock.enter_context(locked(writable_folder(out)))
+        lock.enter_context(locked(options.writable_folder(out)))
         if Manifest(out, settings, requests).drawn.keys() != manifest.drawn.keys():
             raise ValueError(f"out must be a folder that no other command writes to, got {out}: one has drawn pictures "
                              "there just now; the same command draws what is still missing")
@@ -192,7 +178,7 @@ def many(drawing: Drawing, requests: list[PictureRequest], out: Path, workers: i
         manifest.add(picture, file_name(picture.request.index + 1, len(requests), picture.request.prompt))
         new.append(picture)
 
-    with resumable(), lock:
+    with options.resumable(), lock:
         if not missing:
             pass
         elif workers:
@@ -230,7 +216,7 @@ def size(side: int, scale: int | None) -> str:
 
 def told(drawing: Drawing, requests: list[PictureRequest], target_forwards: torch.Tensor, tau: torch.Tensor) -> str:
     """What was saved, and whether the pictures are the baseline's."""
-    is_the_baselines = (is_exact(drawing.method, drawing.temperature) and not drawing.method.is_baseline
+    is_the_baselines = (options.is_exact(drawing.method, drawing.temperature) and not drawing.method.is_baseline
                         and not tau.isnan().any())
     return (f"by {drawing.method.label}, {target_forwards.float().mean():.0f} target forwards a picture, "
             f"tau {tau.nanmean():.2f} tokens a forward"

@@ -6,19 +6,9 @@ import math
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from . import limits
 from .bounds import omega_schedule
-from .limits import (
-    MAX_CHILDREN,
-    MAX_DEPTH,
-    MAX_GUESSES,
-    MAX_NEIGHBORS,
-    MAX_NODES,
-    MAX_REFRESHES,
-    count_within,
-    is_count,
-    is_number,
-    setting,
-)
+from .limits import count_within, is_count, is_number, setting
 from .trees import Adaptation, static_tree
 
 FINITE = "at least 0 and finite in 32 bits"
@@ -69,14 +59,15 @@ class JacobiDrafts(MethodPart):
 
     drafting = "jacobi"
 
-    window: int | None = setting(f"guesses that a forward reads, at most {MAX_GUESSES}; if none is named, "
+    window: int | None = setting(f"guesses that a forward reads, at most {limits.MAX_GUESSES}; if none is named, "
                                  f"{USUAL_WINDOW}, but on a CPU 4 for one picture and 2 for several at once", None)
     refresh: int = setting("how often a small draft model refreshes the guesses between two target forwards, at most "
-                           f"{MAX_REFRESHES}; 0: no draft model", 0)
+                           f"{limits.MAX_REFRESHES}; 0: no draft model", 0)
 
     def __post_init__(self):
-        self.need("window", self.window is None or is_count(self.window, 1, MAX_GUESSES), count_within(1, MAX_GUESSES))
-        self.need("refresh", is_count(self.refresh, 0, MAX_REFRESHES), count_within(0, MAX_REFRESHES))
+        self.need("window", self.window is None or is_count(self.window, 1, limits.MAX_GUESSES),
+                  count_within(1, limits.MAX_GUESSES))
+        self.need("refresh", is_count(self.refresh, 0, limits.MAX_REFRESHES), count_within(0, limits.MAX_REFRESHES))
 
     def size(self, seed_exact: bool) -> Size:
         window = USUAL_WINDOW if self.window is None else self.window
@@ -104,7 +95,7 @@ class StaticDrafts(TreeDrafts):
     drafting = "static"
 
     tree: str | tuple = setting("static tree: a name, chain-<depth>, or a JSON file of paths; at most "
-                                f"{MAX_NODES} nodes")
+                                f"{limits.MAX_NODES} nodes")
 
     def __post_init__(self):
         super().__post_init__()
@@ -133,17 +124,18 @@ class DynamicDrafts(TreeDrafts):
 
     drafting = "dynamic"
 
-    depth: int = setting(f"levels that a step drafts, at most {MAX_DEPTH}", per_request=True)
-    width: int = setting(f"children of a node, at most {MAX_CHILDREN}", per_request=True)
-    nodes: int = setting(f"how many nodes a step verifies at most, the root counted; no more than {MAX_NODES}",
+    depth: int = setting(f"levels that a step drafts, at most {limits.MAX_DEPTH}", per_request=True)
+    width: int = setting(f"children of a node, at most {limits.MAX_CHILDREN}", per_request=True)
+    nodes: int = setting(f"how many nodes a step verifies at most, the root counted; no more than {limits.MAX_NODES}",
                          per_request=True)
     adaptation: Adaptation | None = None  # None: every tree has the same depth and width
 
     def __post_init__(self):
         super().__post_init__()
-        self.need("depth", is_count(self.depth, 1, MAX_DEPTH), count_within(1, MAX_DEPTH))
-        self.need("width", is_count(self.width, 1, MAX_CHILDREN), count_within(1, MAX_CHILDREN))
-        self.need("nodes", is_count(self.nodes, 2, MAX_NODES), f"{count_within(2, MAX_NODES)} (the root is one)")
+        self.need("depth", is_count(self.depth, 1, limits.MAX_DEPTH), count_within(1, limits.MAX_DEPTH))
+        self.need("width", is_count(self.width, 1, limits.MAX_CHILDREN), count_within(1, limits.MAX_CHILDREN))
+        self.need("nodes", is_count(self.nodes, 2, limits.MAX_NODES),
+                  f"{count_within(2, limits.MAX_NODES)} (the root is one)")
 
     @property
     def parameters(self) -> dict:
@@ -197,7 +189,7 @@ class Acceptance(MethodPart):
         need = self.need
         need("seed_exact", isinstance(self.seed_exact, bool), "True or False")
         need("coupling", self.coupling in COUPLINGS, f"one of {', '.join(COUPLINGS)}")
-        need("k", is_count(self.k, 0, MAX_NEIGHBORS), count_within(0, MAX_NEIGHBORS))
+        need("k", is_count(self.k, 0, limits.MAX_NEIGHBORS), count_within(0, limits.MAX_NEIGHBORS))
         need("cutoff", self.cutoff in CUTOFFS, f"one of {', '.join(CUTOFFS)}")
         max_delta = {"tvd": 1.0, "jsd": math.log(2)}.get(self.cutoff)
         if max_delta is None:

@@ -8,18 +8,8 @@ import torch
 from torch import Tensor
 
 from ..models.interface import TargetModel, codes
-from .limits import (
-    MAX_DEPTH,
-    MAX_GUESSES,
-    MAX_STEPS,
-    MAX_TOKENS,
-    MAX_TRIES,
-    MIN_NUMBER,
-    count_within,
-    is_count,
-    is_number,
-    setting,
-)
+from . import limits
+from .limits import count_within, is_count, is_number, setting
 from .method_parts import USUAL_WINDOW, Acceptance, DynamicDrafts, JacobiDrafts, MethodPart, NoDrafts, StaticDrafts
 from .trees import Adaptation
 
@@ -144,8 +134,8 @@ class Method(Recipe):
         if self.drafting == "static" and "depth" in parameters:
             if "tree" in parameters:
                 raise ValueError("depth and tree must not be given together: a static tree has its own depth")
-            if not is_count(depth := parameters.pop("depth"), 1, MAX_DEPTH):
-                raise ValueError(f"depth must be {count_within(1, MAX_DEPTH)}, got {depth!r}")
+            if not is_count(depth := parameters.pop("depth"), 1, limits.MAX_DEPTH):
+                raise ValueError(f"depth must be {count_within(1, limits.MAX_DEPTH)}, got {depth!r}")
             parameters["tree"] = f"chain-{depth}"
         if self.drafting == "dynamic" and drafts.adaptation:
             drafts = replace(drafts, adaptation=replace(drafts.adaptation, **taken(Adaptation)))
@@ -215,7 +205,7 @@ class ContinuousMethod(Recipe):
         "denoising steps of the last tokens, linearly between (DiSA); 0: the model's own number", 0)
     guidance_schedule: str = setting("how guidance grows with the known tokens: linear, constant, or released (linear, "
                                      "but for the last tokens)", "linear")
-    gamma: int = setting(f"tokens that a step drafts, at most {MAX_GUESSES}", 0)  # 0: MAR's own decoding
+    gamma: int = setting(f"tokens that a step drafts, at most {limits.MAX_GUESSES}", 0)  # 0: MAR's own decoding
     prefill: float = setting("share of the tokens that the target draws alone, first", 0.0)
     variant: str = setting("of the density ratio: paper, released or path", "paper")
     distance_temperature: float = setting("divides the last denoising step's distances", 1.0)  # the release: accepting
@@ -224,30 +214,31 @@ class ContinuousMethod(Recipe):
     truncate: bool = setting(  # Algorithm 1
         "true: what follows a step's first rejection is drafted anew; false: it is kept", True)
     aligned: bool = setting("true: draft and target denoise the same noise", True)
-    max_tries: int = setting(f"of resampling, before the target draws its own sample; at most {MAX_TRIES}", 100)
+    max_tries: int = setting(f"of resampling, before the target draws its own sample; at most {limits.MAX_TRIES}", 100)
 
     def __post_init__(self):
         need = self.need
         for name in ("truncate", "aligned"):
             need(name, isinstance(getattr(self, name), bool), "True or False")
-        need("num_iter", is_count(self.num_iter, 0, MAX_TOKENS),
-             f"{count_within(1, MAX_TOKENS)}, or 0 for one target forward a token")
+        need("num_iter", is_count(self.num_iter, 0, limits.MAX_TOKENS),
+             f"{count_within(1, limits.MAX_TOKENS)}, or 0 for one target forward a token")
         for name in ("steps_first", "steps_last"):
             steps = getattr(self, name)
-            need(name, is_count(steps, 0, MAX_STEPS) and steps != 1,
-                 f"{count_within(2, MAX_STEPS)}, or 0 for the model's own number")
+            need(name, is_count(steps, 0, limits.MAX_STEPS) and steps != 1,
+                 f"{count_within(2, limits.MAX_STEPS)}, or 0 for the model's own number")
         need("guidance_schedule", self.guidance_schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
         least = int(self.name != "mar")
-        need("gamma", is_count(self.gamma, least, MAX_GUESSES), count_within(least, MAX_GUESSES))
+        need("gamma", is_count(self.gamma, least, limits.MAX_GUESSES), count_within(least, limits.MAX_GUESSES))
         need("prefill", is_number(self.prefill, 0, 1), "within [0, 1]")
         need("variant", self.variant in VARIANTS, f"one of {', '.join(VARIANTS)}")
         need("conditioning", self.conditioning in CONDITIONINGS, f"one of {', '.join(CONDITIONINGS)}")
-        need("distance_temperature", is_number(self.distance_temperature, MIN_NUMBER), "positive and finite in 32 bits")
+        need("distance_temperature", is_number(self.distance_temperature, limits.MIN_NUMBER),
+             "positive and finite in 32 bits")
         need("distance_temperature", self.variant != "path" or self.distance_temperature == 1,
              "1 where variant is path: it has no distances")
         need("aligned", self.variant != "path" or self.aligned,
              "true where variant is path: there is the draft's noise only")
-        need("max_tries", is_count(self.max_tries, 1, MAX_TRIES), count_within(1, MAX_TRIES))
+        need("max_tries", is_count(self.max_tries, 1, limits.MAX_TRIES), count_within(1, limits.MAX_TRIES))
 
     @property
     def drafting(self) -> str:

@@ -342,12 +342,6 @@ class DiffLoss(nn.Module):
             kept[schedule] = self.net.time_embed(schedule.table(like.device)[:, 0])
         return kept[schedule]
 
-    def schedule_of(self, num_steps: int) -> Schedule:
-        """The schedule of this number of denoising steps, made at the first call."""
-        if num_steps not in self._schedules:
-            self._schedules[num_steps] = Schedule(self.num_train_timesteps, num_steps)
-        return self._schedules[num_steps]
-
     def denoiser(self, z: Tensor, *, uncond: Tensor | None = None, guidance: float | Tensor = 1.0,
                  temperature: float = 1.0, num_steps: int | None = None) -> Denoiser:
         """The diffusion of tokens (R, C), given z. R means any dimensions.
@@ -362,5 +356,7 @@ class DiffLoss(nn.Module):
             ValueError: shapes other than these, guidance without uncond, or a temperature that is not positive
                 and finite
         """
-        schedule = self.schedule if num_steps is None else self.schedule_of(num_steps)
+        if num_steps is not None and num_steps not in self._schedules:
+            self._schedules[num_steps] = Schedule(self.num_train_timesteps, num_steps)
+        schedule = self.schedule if num_steps is None else self._schedules[num_steps]
         return Denoiser(self, z, uncond, guidance, temperature, schedule)

@@ -32,7 +32,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # weight
 # What a draft model has in common with its target.
 SHARED = ("vocabulary", "grid", "condition_tokens", "tokens", "channels", "classes", "caption_dim")
 
-
 FILTERS = {"guidance": 1.2, "top_k": 100, "top_p": 0.8}  # the shipped models' where pipeline.json has none
 CONTINUOUS_GUIDANCE = 2.5
 
@@ -68,9 +67,9 @@ class ModelSettings:
     temperature: float | None = None
 
     def __post_init__(self):
-        for name, kinds, wanted in (("guidance", (int, float), "a number"), ("top_k", (int,), "a whole number"),
-                                    ("top_p", (int, float), "a number"), ("text_encoder", (str,), "a string"),
-                                    ("temperature", (int, float), "a number")):
+        number = (int, float), "a number"
+        for name, (kinds, wanted) in {"guidance": number, "top_k": ((int,), "a whole number"), "top_p": number,
+                                      "text_encoder": ((str,), "a string"), "temperature": number}.items():
             if (value := getattr(self, name)) is not None and type(value) not in kinds:
                 raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
@@ -312,8 +311,7 @@ def samples(file: BinaryIO, path: Path) -> Iterator[bytes]:
         try:
             length, = struct.unpack("<Q", file.read(8))
             header = file.read(min(length, path.stat().st_size))
-            offsets = sorted(about["data_offsets"] for name, about in json.loads(header).items()
-                             if name != "__metadata__")
+            offsets = sorted(x["data_offsets"] for name, x in json.loads(header).items() if name != "__metadata__")
             yield header
             for start, end in offsets:
                 for at in (start, max(start + END, end - END)):
@@ -324,8 +322,8 @@ def samples(file: BinaryIO, path: Path) -> Iterator[bytes]:
             file.seek(0)  # it is no such file, as reading it will say
     elif path.suffix in (".bin", ".ckpt") and is_mappable(path):
         try:
-            yield repr([(entry.filename, entry.file_size, entry.CRC)
-                        for entry in zipfile.ZipFile(file).infolist()]).encode()
+            entries = zipfile.ZipFile(file).infolist()
+            yield repr([(entry.filename, entry.file_size, entry.CRC) for entry in entries]).encode()
             return
         except Exception:
             file.seek(0)
@@ -334,8 +332,7 @@ def samples(file: BinaryIO, path: Path) -> Iterator[bytes]:
 
 
 def check_draft_config(path: Path, draft_config, config) -> None:
-    """CheckpointError unless the draft model, a GPT or MAR read from `path`, has the target's tokens and prompts.
-    """
+    """CheckpointError unless the draft model, a GPT or MAR of `path`, has the target's tokens and prompts."""
     for name in SHARED:
         if hasattr(config, name) and (got := getattr(draft_config, name)) != (wanted := getattr(config, name)):
             raise CheckpointError(f"{path} must have the target's {name}, {wanted}, to draft for it, got {got}")

@@ -48,7 +48,6 @@ def convert(sources: Iterable[str | Path], out: str | Path, *, image_size: int |
         say:          called with a line for each source: what it is, and where it went; and first with what was
             taken of a source that has more than one model needs
         progress:     called with how many bytes were just written, and how many there are in all
-
     Raises:
         CheckpointError: a source that cannot be read without running code, is of no known model, lacks tensors, or has
             numbers that are not finite, or are not in dtype; or sources that do not belong together
@@ -73,8 +72,7 @@ def convert(sources: Iterable[str | Path], out: str | Path, *, image_size: int |
     if heads is not None and models and all(part.config.heads != heads for part in models):
         raise ValueError(f"heads must be {models[0].config.heads}, those of {models[0].source.path} "
                          f"({models[0].name}), or not be given, got {heads}")
-    plan = plan_mar if of_mar else plan_llamagen
-    files, configs = plan(parts, out, image_size, text_encoder)
+    files, configs = (plan_mar if of_mar else plan_llamagen)(parts, out, image_size, text_encoder)
 
     weights = {file: {name: finite(part, name, None if part.kind in ("vq", "kl", "table") else dtype)
                       for name in part.source.tensors} for file, part in files.items()}
@@ -261,11 +259,11 @@ def plan_mar(parts: list[Recognized], out: Path, image_size: int | None,
     files = dict(zip(("mar", "mar_draft"), mars)) | ({"kl": kls[0]} if kls else {})
     if len(mars) == 2:
         check_draft_config(mars[1].source.path, mars[1].config, config)
-    if len(mars) == 1:
+    elif mars:
         refuse_left(out, "MAR", "mar_draft.safetensors", "mar_draft.json")
     settings = read_settings(out)
     if mars:
         sizes = {(size[0], size[2]): name for name, size in mar.SIZES.items()}
-        guidance = MAR_GUIDANCE.get(sizes.get((config.encoder_layers, config.dim)), MAR_GUIDANCE["B"])
-        settings = replace(settings, guidance=guidance)
+        size = sizes.get((config.encoder_layers, config.dim), "B")
+        settings = replace(settings, guidance=MAR_GUIDANCE[size])
     return files, {file: asdict(part.config) for file, part in files.items()} | {"pipeline": asdict(settings)}

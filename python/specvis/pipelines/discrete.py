@@ -22,19 +22,8 @@ from ..models.interface import DraftModel, codes, inference
 from ..models.llamagen import GPT, GPTConfig
 from ..models.vq import VQ, VQConfig
 from ..models.words import Words
-from .checkpoint import (
-    DEFAULTS,
-    CheckpointError,
-    ModelSettings,
-    Vocabulary,
-    check_draft_config,
-    check_place,
-    in_short,
-    load_weights,
-    read_config,
-    read_settings,
-    read_weights,
-)
+from . import checkpoint
+from .checkpoint import CheckpointError, ModelSettings, Vocabulary, load_weights, read_config
 from .prompts import Captions, ClassIds, with_style
 
 SHIPPED = Path(__file__).parent.parent / "weights"
@@ -63,7 +52,7 @@ class Pipeline(nn.Module):
 
     def __init__(self, config: GPTConfig, vq_config: VQConfig, vocabulary: list[str] | None = None,
                  draft_config: GPTConfig | None = None, *, has_eagle: bool = True,
-                 settings: ModelSettings = DEFAULTS):
+                 settings: ModelSettings = checkpoint.DEFAULTS):
         super().__init__()
         self.settings, self.folder = settings, None
         if vocabulary is not None:
@@ -91,7 +80,6 @@ class Pipeline(nn.Module):
         Args:
             dtype:        the weights': torch.float32, torch.bfloat16 or torch.float16
             text_encoder: folder of the T5 that reads prompts, in place of the one that pipeline.json names
-
         Raises:
             CheckpointError: no such folder, or a file is missing, truncated, or of another model
             ValueError:      a text encoder for a model whose prompts are words or class ids, another dtype, or a device
@@ -99,7 +87,7 @@ class Pipeline(nn.Module):
         """
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"dtype must be torch.float32, torch.bfloat16 or torch.float16, got {dtype!r}")
-        folder = check_place(folder, "config.json", device)
+        folder = checkpoint.check_place(folder, "config.json", device)
         config = read_config(folder / "config.json", GPTConfig)
         vq_config = read_config(folder / "tokenizer.json", VQConfig)
         if vq_config.codebook_size != config.vocabulary:
@@ -107,10 +95,10 @@ class Pipeline(nn.Module):
                                   f"codes, got {vq_config.codebook_size}")
         draft_config = read_config(folder / "small.json", GPTConfig) if (folder / "small.json").exists() else None
         if draft_config:
-            check_draft_config(folder / "small.json", draft_config, config)
+            checkpoint.check_draft_config(folder / "small.json", draft_config, config)
         has_words = (folder / "vocabulary.json").exists() or (folder / "words.safetensors").exists()
         vocabulary = read_config(folder / "vocabulary.json", Vocabulary).words if has_words else None
-        settings = read_settings(folder)
+        settings = checkpoint.read_settings(folder)
         if text_encoder is not None:
             if has_words or config.caption_dim is None:
                 kind = "words" if has_words else "class ids"
@@ -136,14 +124,15 @@ class Pipeline(nn.Module):
             write_json(folder / "vocabulary.json", {"words": self.words.vocabulary})
         if self.small:
             write_json(folder / "small.json", asdict(self.small.config))
-        if self.settings != DEFAULTS:
+        if self.settings != checkpoint.DEFAULTS:
             write_json(folder / "pipeline.json", asdict(self.settings))
         for part in self.parts:
             write_weights(folder / f"{part}.safetensors", getattr(self, part), but=UNREAD)
 
     def __repr__(self) -> str:
         grid, codes = self.gpt.config.grid, self.gpt.config.vocabulary
-        return in_short(self, self.folder, f"{self.side} x {self.side} pixels of {grid} x {grid} tokens, {codes} codes")
+        what = f"{self.side} x {self.side} pixels of {grid} x {grid} tokens, {codes} codes"
+        return checkpoint.in_short(self, self.folder, what)
 
     @property
     def words(self) -> Words | None:
@@ -176,8 +165,7 @@ class Pipeline(nn.Module):
     @property
     def missing_draft_models(self) -> list[str]:
         """The names in DRAFT_MODELS of which this model has no weights."""
-        modules = {"eagle": self.eagle, "small": self.small}
-        return [name for name, module in modules.items() if module is None]
+        return [name for name in ("eagle", "small") if getattr(self, name) is None]
 
     def neighbors(self, k: int, metric: str = "l2") -> Tensor:
         """(V, k) neighbor table of the tokenizer's codes, computed at the first call for that many.
@@ -262,7 +250,6 @@ class Pipeline(nn.Module):
             batch:        how many images are decoded at once; when one is finished, the next takes its place. All
                 prompts have one method then, and nobody observes. None: all of them
             finished:     called with the numbers of prompts whose images are finished, and with these images
-
         Raises:
             UnknownWords: a prompt has words that the shipped model does not know
             ValueError:   a prompt that the model cannot read, not a method for each prompt, one that this model lacks
@@ -340,15 +327,14 @@ class Pipeline(nn.Module):
 
 def read_neighbors(folder: Path, vocabulary: int) -> Tensor:
     """The table (V, k) of neighbors.safetensors, uint16 or int32; CheckpointError if it is of another codebook."""
-    table = read_weights(folder / "neighbors.safetensors").get("neighbors")
+    path = folder / "neighbors.safetensors"
+    table = checkpoint.read_weights(path).get("neighbors")
     if table is None or table.ndim != 2 or len(table) != vocabulary:
         shape = None if table is None else tuple(table.shape)
-        raise CheckpointError(f"neighbors {folder / 'neighbors.safetensors'} must be a table of {vocabulary} codes, "
-                              f"got {shape}")
+        raise CheckpointError(f"neighbors {path} must be a table of {vocabulary} codes, got {shape}")
     if table.dtype not in (torch.uint16, torch.int32) or not table.shape[1]:
-        raise CheckpointError(f"neighbors {folder / 'neighbors.safetensors'} must be uint16 or int32, with at "
-                              f"least one column, got {str(table.dtype)[6:]} {tuple(table.shape)}")
+        raise CheckpointError(f"neighbors {path} must be uint16 or int32, with at least one column, "
+                              f"got {str(table.dtype)[6:]} {tuple(table.shape)}")
     if (wrong := (ids := table.int()) < 0).logical_or_(ids >= vocabulary).any():
-        raise CheckpointError(f"neighbors {folder / 'neighbors.safetensors'} must be codes within [0, {vocabulary}), "
-                              f"got {ids[wrong][0].item()}")
+        raise CheckpointError(f"neighbors {path} must be codes within [0, {vocabulary}), got {ids[wrong][0].item()}")
     return table

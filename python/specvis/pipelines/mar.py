@@ -18,17 +18,8 @@ from ..models.kl_vae import KL, KLConfig
 from ..models.mar import MAR, MARConfig
 from ..models.vq import VQ, VQConfig
 from ..models.words import Words
-from .checkpoint import (
-    DEFAULTS,
-    ModelSettings,
-    Vocabulary,
-    check_draft_config,
-    check_place,
-    in_short,
-    load_weights,
-    read_config,
-    read_settings,
-)
+from . import checkpoint
+from .checkpoint import ModelSettings, Vocabulary, load_weights, read_config
 from .discrete import SHIPPED
 from .prompts import ClassIds, with_style
 
@@ -77,7 +68,7 @@ class MARPair(nn.Module):
 
     def __init__(self, config: MARConfig, draft_config: MARConfig | None, tokenizer_config: VQConfig | KLConfig,
                  vocabulary: list[str] | None = None, scaling: Scaling | None = None, *,
-                 settings: ModelSettings = DEFAULTS):
+                 settings: ModelSettings = checkpoint.DEFAULTS):
         super().__init__()
         self.mar, self.mar_draft = MAR(config), None if draft_config is None else MAR(draft_config)
         self.tokenizer = (KL if isinstance(tokenizer_config, KLConfig) else VQ)(tokenizer_config)
@@ -103,19 +94,20 @@ class MARPair(nn.Module):
             CheckpointError: no such folder, or a file is missing, truncated, or of another model
             ValueError:      a device that torch cannot use
         """
-        folder = check_place(folder, "mar.json", device)
+        folder = checkpoint.check_place(folder, "mar.json", device)
         config = read_config(folder / "mar.json", MARConfig)
-        draft_config = (read_config(folder / "mar_draft.json", MARConfig) if (folder / "mar_draft.json").exists()
-                        else None)
-        if draft_config:
-            check_draft_config(folder / "mar_draft.json", draft_config, config)
+        draft_config, draft_path = None, folder / "mar_draft.json"
+        if draft_path.exists():
+            draft_config = read_config(draft_path, MARConfig)
+            checkpoint.check_draft_config(draft_path, draft_config, config)
         has_kl = (folder / "kl.json").exists()
         tokenizer_config = (read_config(folder / "kl.json", KLConfig) if has_kl
                             else read_config(folder / "tokenizer.json", VQConfig))
         vocabulary = read_config(folder / "vocabulary.json", Vocabulary).words if config.classes is None else None
         scaling = None if has_kl else read_config(folder / "mar_scaling.json", Scaling)
         with torch.device("meta"):
-            pair = MARPair(config, draft_config, tokenizer_config, vocabulary, scaling, settings=read_settings(folder))
+            pair = MARPair(config, draft_config, tokenizer_config, vocabulary, scaling,
+                           settings=checkpoint.read_settings(folder))
         pair.folder = folder
         for part, file in pair.parts.items():
             load_weights(getattr(pair, part), folder / f"{file}.safetensors")
@@ -133,8 +125,8 @@ class MARPair(nn.Module):
 
     def __repr__(self) -> str:
         c = self.mar.config
-        return in_short(self, self.folder, f"{self.side} x {self.side} pixels of {c.tokens} tokens of {c.channels} "
-                        "numbers")
+        what = f"{self.side} x {self.side} pixels of {c.tokens} tokens of {c.channels} numbers"
+        return checkpoint.in_short(self, self.folder, what)
 
     @property
     def words(self) -> Words | None:

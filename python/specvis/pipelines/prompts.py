@@ -24,7 +24,6 @@ def with_style(prompt: str, styles: Sequence[str], style: str | None = None, *, 
         styles:  the model's, `pipeline.prompts.styles`; of a model without styles () and the prompt is as it is
         style:   to put before a prompt that has none; None: the prompt has its own
         default: put the first of `styles` before a prompt that has none, where no `style` is given
-
     Raises:
         ValueError: a style for a prompt that has one or a model that has none, another style than the model's, or
             none at all

@@ -46,7 +46,7 @@ class Recognized:
     def size(self) -> int:
         return sum(math.prod(tensor.shape) for tensor in self.source.tensors.values())
 
-    def check(self, make: Callable[[], nn.Module]) -> None:
+    def check(self, make: Callable[[], nn.Module]) -> "Recognized":
         """CheckpointError unless there are the tensors of the module that `make` makes, in their shapes, and no others.
 
         The others that releases do not read are dropped.
@@ -68,6 +68,7 @@ class Recognized:
             if not source.tensors[name].dtype.is_floating_point or source.tensors[name].dtype not in CODES:
                 raise CheckpointError(f"{source.path} must hold numbers of 16, 32 or 64 bits, but {name} is "
                                       f"{str(source.tensors[name].dtype)[6:]}")
+        return self
 
 
 def kinds_of(names: Iterable[str]) -> list[tuple[str, str]]:
@@ -158,9 +159,8 @@ def recognized_gpt(source: SourceFile, heads: int | None) -> Recognized:
         uncond = "cls_embedding.uncond_embedding"
         numbers |= {"condition_tokens": source.width(uncond), "caption_dim": source.width(uncond, 1)}
         kind = f"text-conditional ({numbers['condition_tokens']} tokens of width {numbers['caption_dim']})"
-    part = Recognized("gpt", source, f"LlamaGen's GPT, {name}, {kind}", GPTConfig(dim, layers, heads, **numbers))
-    part.check(lambda: GPT(part.config))
-    return part
+    config = GPTConfig(dim, layers, heads, **numbers)
+    return Recognized("gpt", source, f"LlamaGen's GPT, {name}, {kind}", config).check(lambda: GPT(config))
 
 
 def joined(source: SourceFile) -> dict[str, Lazy]:
@@ -186,15 +186,13 @@ def recognized_vq(source: SourceFile) -> Recognized:
     levels = max(1, source.count(r"encoder\.conv_blocks"))
     multipliers = tuple(max(1, source.width(f"encoder.conv_blocks.{i}.res.0.conv1.weight") // channels)
                         for i in range(levels))
+    codes, codebook_dim = (source.width("quantize.embedding.weight", dim) for dim in (0, 1))
     config = VQConfig(
         channels, source.width("decoder.norm_out.weight") // multipliers[0], multipliers,
-        source.count(r"encoder\.conv_blocks\.0\.res"), source.width("quant_conv.weight", 1),
-        source.width("quantize.embedding.weight"), source.width("quantize.embedding.weight", 1),
+        source.count(r"encoder\.conv_blocks\.0\.res"), source.width("quant_conv.weight", 1), codes, codebook_dim,
         GROUPS, math.isqrt(inside // 3))
-    part = Recognized("vq", source, f"LlamaGen's tokenizer VQ-{config.stride}, {config.codebook_size} codes of "
-                      f"{config.codebook_dim} numbers", config)
-    part.check(lambda: VQ(config))
-    return part
+    return Recognized("vq", source, f"LlamaGen's tokenizer VQ-{config.stride}, {config.codebook_size} codes of "
+                      f"{config.codebook_dim} numbers", config).check(lambda: VQ(config))
 
 
 def recognized_mar(source: SourceFile, heads: int | None) -> Recognized:
@@ -206,9 +204,8 @@ def recognized_mar(source: SourceFile, heads: int | None) -> Recognized:
         source.count(r"diffloss\.net\.res_blocks"), tokens, source.width("z_proj.weight", 1),
         source.width("encoder_pos_embed_learned", 1) - tokens, source.width("class_emb.weight"),
         mlp_ratio=source.width("encoder_blocks.0.mlp.fc1.weight") / dim)
-    part = Recognized("mar", source, f"MAR, {name}, {config.classes} classes, {tokens} tokens", config)
-    part.check(lambda: MAR(config))
-    return part
+    name = f"MAR, {name}, {config.classes} classes, {tokens} tokens"
+    return Recognized("mar", source, name, config).check(lambda: MAR(config))
 
 
 def recognized_kl(source: SourceFile) -> Recognized:
@@ -216,10 +213,8 @@ def recognized_kl(source: SourceFile) -> Recognized:
     config = KLConfig(
         channels, tuple(source.width(f"encoder.down.{i}.block.0.conv1.weight") // channels for i in range(levels)),
         source.count(r"encoder\.down\.0\.block"), source.width("post_quant_conv.weight"), GROUPS)
-    part = Recognized("kl", source, f"MAR's autoencoder KL-{config.stride}, latents of {config.z_channels} numbers",
-                      config)
-    part.check(lambda: KL(config))
-    return part
+    name = f"MAR's autoencoder KL-{config.stride}, latents of {config.z_channels} numbers"
+    return Recognized("kl", source, name, config).check(lambda: KL(config))
 
 
 def recognized_table(source: SourceFile, table: Lazy) -> Recognized:
