@@ -27,7 +27,7 @@ class EagleDraftModel:
         """
         head.check(target)
         self.head, self.condition, self.padding_mask = head, condition, padding_mask[:, :-1]
-        self.target, self.logits, self.extend = target, target.logits, head.extend
+        self.target, self.logits = target, target.logits
         self.grid, self.vocab_size, self.prefix_len = target.grid, target.vocab_size, target.prefix_len - 1
 
     def select(self, requests: list[int]) -> "EagleDraftModel":
@@ -42,6 +42,9 @@ class EagleDraftModel:
         if self.prefix_len:
             cache.check(*self.padding_mask.shape, hidden.dtype)
             self.head.prefill(self.condition, hidden, self.padding_mask, cache)
+
+    def extend(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes, cache: ModelCache) -> Tensor:
+        return self.head.extend(tokens, previous_hidden, nodes, cache)
 
 
 class SmallDraftModel:
