@@ -38,10 +38,7 @@ def beside(path: Path) -> Path:
 
 def write_whole(path: Path, content: bytes | str | Callable[[BinaryIO], None]) -> None:
     """Write bytes, a text, or what a function writes to an open file. An interruption leaves the old file or the new.
-
-    Raises:
-        OSError: it cannot be written, as on a full disk; the old file stays unchanged
-    """
+    OSError if it cannot be written, as on a full disk; the old file stays unchanged."""
     with replacing(path) as part, open(part, "xb") as file:
         if callable(content):
             content(file)
@@ -68,11 +65,8 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """The name of a file to write. In the end it replaces `path`, or the file to which `path` is a link.
-
-    Raises:
-        ValueError: `path` is not a file, but a device or a pipe
-    """
+    """The name of a file to write. In the end it replaces `path`, or the file to which `path` is a link. ValueError if
+    `path` is not a file, but a device or a pipe."""
     goal = Path(os.path.realpath(path))
     if goal.exists() and not goal.is_file() and not goal.is_dir():
         raise ValueError(f"{path} must be a file that can be replaced, got a device, a pipe or a socket")
@@ -137,11 +131,8 @@ def csv_text(columns: Iterable[str], rows: list[dict]) -> str:
 
 @contextmanager
 def locked(folder: Path, option: str = "out") -> Iterator[None]:
-    """Keep other commands from writing to a folder. The system removes the lock, however this command ends.
-
-    Raises:
-        ValueError: another command writes to it
-    """
+    """Keep other commands from writing to a folder. The system removes the lock, however this command ends. ValueError
+    if another command writes to it."""
     if fcntl is None:
         yield
         return

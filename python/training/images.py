@@ -29,11 +29,8 @@ SHOWN = 5        # names in a message
 
 
 class FolderImages:
-    """The pictures in `folder`, as the target's tokenizer encodes them. See `Examples` in `eagle.py`.
-
-    The tokens are kept in <run>/tokens, so that each picture is encoded once. A picture that cannot be read is skipped
-    out, with a line that says so.
-    """
+    """The pictures in `folder`, as the target's tokenizer encodes them, once: see `Examples` in `eagle.py`. Tokens are
+    kept in <run>/tokens. A picture that cannot be read is skipped, with a line that says so."""
 
     def __init__(self, pipeline: Pipeline, target: Path, folder: Path, run: Path, batch: int, **settings: float):
         """batch: how many are encoded at once, and trained on at a step; settings: of the training, see `begin`

@@ -166,10 +166,8 @@ def grid_waves(side: int, width: int) -> Tensor:
 
 
 def start(mar: MAR) -> None:
-    """Initialize what learns faster from better values than from small random numbers.
-
-    The embeddings of positions are waves, and captions have embeddings as large as tokens.
-    """
+    """Initialize what learns faster from better values than from small random numbers: embeddings of positions are
+    waves, and captions have embeddings as large as tokens."""
     c = mar.config
     for table in (mar.encoder_pos_embed_learned, mar.decoder_pos_embed_learned):
         table.data[0, c.buffer:] = 0.3 * grid_waves(math.isqrt(c.tokens), c.dim)

@@ -61,10 +61,8 @@ def made(path: Path, stage: str) -> Path:
 
 
 def arrays_of(path: Path, stage: str | None, *names: str) -> dict[str, np.ndarray]:
-    """The arrays that an earlier stage wrote, or this one, by name; `names` are some that are used.
-
-    ValueError if the file is missing or damaged.
-    """
+    """The arrays that an earlier stage wrote, or this one, by name; `names` are some that are used. ValueError if the
+    file is missing or damaged."""
     advice = f"run `python -m training {stage}` again" if stage else "remove it, and it is made again"
     with reading(made(path, stage) if stage else path, f"; {advice}"), np.load(path) as archive:
         arrays = dict(archive)

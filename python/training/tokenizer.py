@@ -75,10 +75,7 @@ class LearnedTokenizer(nn.Module):
     def move_codes(self, latents: Tensor, tokens: Tensor, inside: Tensor, generator: torch.Generator) -> int:
         """One step of the running means. Rarely used codes start again at foreground latents; returns how many did.
 
-        Args:
-            latents: (n, D) float32 of length 1
-            tokens: (n,) int64, their nearest codes
-            inside: (n,) bool, the foreground
+        latents: (n, D) float32 of length 1; tokens: (n,) int64, their nearest codes; inside: (n,) bool, the foreground
         """
         share = (1 - DECAY) * len(self.used) / len(tokens)  # used = 1: a fair part of the tokens
         self.used.mul_(DECAY).index_add_(0, tokens, torch.ones_like(latents[:, 0]), alpha=share)

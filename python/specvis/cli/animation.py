@@ -47,13 +47,10 @@ def draw_animation(drawing: Drawing, requests: list[PictureRequest], out: Path) 
 
 
 def animation(rows: dict[str, tuple[Decoded, list[Image.Image]]], on_grid: Callable[[Tensor], Tensor]) -> bytes:
-    """A GIF with a row of pictures for each label.
+    """A GIF with a row of pictures for each label. A token is shown from the forward on that drew it, as in the
+    finished picture.
 
-    A token is shown from the forward on that drew it, as it looks in the finished picture.
-
-    Args:
-        rows: label -> what was decoded, and its B pictures, all of one size
-        on_grid: see `Pipeline.on_grid`
+    rows: label -> what was decoded, and its B pictures, all of one size; on_grid: see `Pipeline.on_grid`
     """
     numbers = {label: on_grid(forward_numbers(decoded.num_accepted.cpu())) for label, (decoded, _) in rows.items()}
     last = max(int(number.max()) for number in numbers.values()) + 1

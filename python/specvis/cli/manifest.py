@@ -18,17 +18,10 @@ TYPES = {"number": int, "prompt": str, "file": str | None, "bytes": int, "failed
 
 
 class Manifest:
-    """The pictures of a folder, as its manifest lists them.
-
-    `drawn` has the lines of the finished pictures, by the indices of their requests.
-    """
+    """The pictures of a folder: `drawn` has the manifest's lines of finished ones, by the indices of their requests."""
 
     def __init__(self, folder: Path, settings: dict, requests: list[PictureRequest]):
-        """Read the folder's manifest, if it has one. Nothing is written.
-
-        Raises:
-            ValueError: it cannot be read, or is of other settings or prompts
-        """
+        """Read the folder's manifest, if any. ValueError if it cannot be read, or is of other settings or prompts."""
         self.folder, self.path = folder, folder / FILE
         self.settings = json.loads(json.dumps(settings))
         self.drawn, self.size = {}, 0

@@ -161,10 +161,8 @@ def draw_by_workers(drawing: Drawing, requests: list[PictureRequest], begin: Cal
     Args:
         cpus: for each worker, as Ray counts them, and as many threads; None: its part of all there are
         gpus: for each worker; None: one if the device is a GPU
-
     Returns:
         why pictures are given up, by their indices: their workers ended again and again
-
     Raises:
         ValueError: no Ray, too few CPUs or GPUs, or as `Drawing.load`
         OSError:    Ray does not start

@@ -29,11 +29,7 @@ class ContinuousSampling:
     @staticmethod
     def of(seeds: list[int] | int, *, guidance: float = 1.0, temperature: float = 1.0,
            device: torch.device | str = "cpu") -> "ContinuousSampling":
-        """The settings, from a list of seeds.
-
-        Raises:
-            ValueError: no seeds, guidance not finite, temperature not positive and finite
-        """
+        """From a list of seeds. ValueError: none, guidance not finite, temperature not positive and finite"""
         seeds = torch.tensor(check_seeds(seeds), dtype=torch.int64, device=device)
         return ContinuousSampling(seeds, guidance, temperature)
 
@@ -216,11 +212,9 @@ class GuidedMAR:
         return in_parts(partial(torch.index_select, table, 0), dim, index.flatten()).view(-1, *shape[1:], dim)
 
     def denoiser(self, z: Tensor, num_unknown: Tensor, num_steps: int | None = None) -> Denoiser:
-        """The diffusion given z (R, 1 or 2, dim), R any dimensions.
+        """The diffusion given z (R, 1 or 2, dim), R any dimensions, in `num_steps` steps; None: the model's own number.
 
-        Args:
-            num_unknown: (R) how many tokens are unknown when these are drawn, by which guidance is chosen
-            num_steps:   how many denoising steps; None: the model's own number
+        num_unknown: (R) how many tokens are unknown when these are drawn, by which guidance is chosen
         """
         settings = {"temperature": self.sampling.temperature, "num_steps": num_steps}
         if not self.is_guided:

@@ -20,11 +20,8 @@ class EagleDraftModel:
 
     def __init__(self, target: TargetModel, head: EagleHead | TransformersEagleHead, condition: Tensor,
                  padding_mask: Tensor):
-        """What `cfg_inputs` gives for the target: condition (R, S, dim), padding_mask (R, S) bool.
-
-        Raises:
-            ValueError: the head is for a target of other sizes, or has another dtype or device
-        """
+        """What `cfg_inputs` gives for the target: condition (R, S, dim), padding_mask (R, S) bool. ValueError if the
+        head is for a target of other sizes, or has another dtype or device."""
         head.check(target)
         self.head, self.condition, self.padding_mask = head, condition, padding_mask[:, :-1]
         self.target, self.logits = target, target.logits
@@ -48,10 +45,7 @@ class EagleDraftModel:
 
 
 class SmallDraftModel:
-    """A model that drafts by itself: it knows the condition and the tokens, and nothing of the target's states.
-
-    Any `TargetModel` with the target's grid and vocabulary will do.
-    """
+    """Any `TargetModel` with the target's grid and vocabulary: it drafts from the condition and the tokens alone."""
 
     reads_hidden = False
 

@@ -36,14 +36,8 @@ class DraftState(BatchState, ABC):
 
     def __init__(self, draft_model: DraftModel, target: TargetModel, sampling: Sampling, draft_guidance: Tensor,
                  shapes: Shapes, num_nodes: int, max_depth: int):
-        """
-        Args:
-            target:         says which ids are allowed at a position
-            draft_guidance: (B,) float32  the share of each request's guidance that the draft model gets
-            shapes:         the depth and the width of each request's next tree
-            num_nodes:      how many nodes of a tree the draft model reads at most, the root among them
-            max_depth:      the largest depth of any tree
-        """
+        """target: says which ids are allowed at a position; draft_guidance: (B,) float32 the share of each request's
+        guidance that the draft model gets; num_nodes: how many nodes of a tree it reads at most, the root among them"""
         self.draft_model, self.target, self.shapes, self.num_tokens = draft_model, target, shapes, num_tokens(target)
         self.has_id_range = hasattr(target, "id_range")
         self.padding_mask = draft_model.padding_mask.clone()

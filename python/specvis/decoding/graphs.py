@@ -93,11 +93,8 @@ class CUDAGraphs:
         return result
 
     def capture(self, function: Callable) -> tuple[Callable, object]:
-        """Capturing runs nothing. Returns what launches the function, and its result, which each launch overwrites.
-
-        Raises:
-            RuntimeError: the function does what cannot be captured. Nothing was run then, but CUDA may be unusable
-        """
+        """What launches the function, and its result, which each launch overwrites. Capturing runs nothing.
+        RuntimeError if the function does what cannot be captured: nothing was run then, but CUDA may be unusable."""
         graph = torch.cuda.CUDAGraph()
         try:
             # The outer context restores the stream if capturing fails. Other threads may go on allocating memory.

@@ -381,11 +381,8 @@ class Relaxation(NamedTuple):
 
 def acceptance_rule(methods: list[Method], neighbors: Tensor | None, target: TargetModel, max_depth: int,
                     device: torch.device) -> Relaxation:
-    """The rule of methods of one family. max_depth: the largest of the methods' depths
-
-    Raises:
-        ValueError: `neighbors` is not a table that the methods need, or is on another device
-    """
+    """The rule of methods of one family. max_depth: the largest of the methods' depths. ValueError if `neighbors` is
+    not a table that the methods need, or is on another device."""
     base, omega = methods[0], None
     if any(factor != 1 for m in methods for factor in m.omegas):
         padded = [[*m.omegas, *[1.0] * (max_depth - m.max_depth)] for m in methods]
@@ -407,10 +404,7 @@ def acceptance_rule(methods: list[Method], neighbors: Tensor | None, target: Tar
 
 def one_each(methods, count: int, name: str) -> list:
     """A method for each of `count` requests: one of all of them, or a list with one for each. Names are read.
-
-    Raises:
-        ValueError: a list of another length, or as `parse_method`; `name`: of the argument
-    """
+    ValueError, which has the argument's `name`: a list of another length, or as `parse_method`."""
     given = list(methods) if isinstance(methods, (list, tuple)) else [methods] * count
     if len(given) != count:
         raise ValueError(f"{name} must be one, or one for each of the {count} requests, got {len(given)}")

@@ -96,8 +96,7 @@ def check_request(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
 def check_known_tokens(known_tokens: Tensor | None, batch: int, target: TargetModel) -> list[int]:
     """How many tokens of each of B images are known. This reads the host.
 
-    Raises:
-        ValueError: not None and not (B, K) int64 with K <= L, or an id outside [0, V) that is not -1 after the others
+    ValueError: not None and not (B, K) int64 with K <= L, or an id outside [0, V) that is not -1 after the others
     """
     if known_tokens is None:
         return [0] * batch
@@ -170,9 +169,8 @@ def check_batch(batch: int | None, methods: list[Method], observe: Observer | No
                 draft_model: DraftModel | None = None) -> int:
     """How many images are decoded at once.
 
-    Raises:
-        ValueError: not None and no whole number of at least 1; or requests would wait for a row although they have
-            several methods, someone observes, or the caches of the model or the draft model have no `insert`
+    ValueError: not None and no whole number of at least 1; or requests would wait for a row although they have several
+    methods, someone observes, or the caches of the model or the draft model have no `insert`
     """
     if batch is None:
         return len(methods)

@@ -104,13 +104,8 @@ class StaticTree:
 
 @lru_cache
 def static_tree(name: str | tuple) -> StaticTree:
-    """A tree of TREES, "chain-5" (5 drafts in a row), of a JSON file that lists its paths, or of paths.
-
-    A file is read once.
-
-    Raises:
-        ValueError: no such tree and no such file (the nearest names are given), or what `StaticTree.of` refuses
-    """
+    """A tree of TREES, "chain-5" (5 drafts in a row), of a JSON file that lists its paths, or of paths. A file is read
+    once. ValueError: no such tree and no such file (the nearest names are given), or what `StaticTree.of` refuses"""
     if not isinstance(name, str):
         return StaticTree.of(name)
     if name in TREES:

@@ -142,10 +142,8 @@ class FinalLayer(nn.Module):
 
 
 class Network(nn.Module):
-    """The MLP. From x_t, the timestep and z it predicts the noise in x_t and var_values, side by side.
-
-    It stays float32 when the model around it is cast.
-    """
+    """The MLP. From x_t, the timestep and z it predicts the noise in x_t and var_values, side by side. It stays float32
+    when the model around it is cast."""
 
     def __init__(self, channels: int, z_channels: int, width: int, num_blocks: int):
         super().__init__()

@@ -24,10 +24,7 @@ def repeated(words: list[int], length: int) -> list[int]:
 
 
 class Words(nn.Module):
-    """Features (B, S, C) of prompts of at most S words, repeated to S.
-
-    `vocabulary` lists the words; entry 0 is not a word.
-    """
+    """Features (B, S, C) of prompts of at most S words, repeated to S. Entry 0 of `vocabulary` is not a word."""
 
     def __init__(self, vocabulary: list[str], length: int, width: int):
         super().__init__()
@@ -51,11 +48,7 @@ class Words(nn.Module):
 
     def encode(self, prompts: list[str]) -> Tensor:
         """Prompts, words between spaces -> ids (B, S) int64. Case and punctuation around a word do not count.
-
-        Raises:
-            UnknownWords: names the words, suggests near ones
-            ValueError: a prompt is empty or longer than S words
-        """
+        UnknownWords names the words, and suggests near ones. ValueError: a prompt is empty or longer than S words"""
         rows = []
         for prompt in prompts:
             words = [word if word in self.ids else bare(word) for word in prompt.lower().split()]

@@ -89,12 +89,8 @@ DEFAULTS = ModelSettings()
 
 
 def check_place(folder: str | Path, file: str, device: torch.device | str) -> Path:
-    """The folder of a model, which has this file, to be loaded on a device.
-
-    Raises:
-        CheckpointError: there is no such folder or no such file in it
-        ValueError:      torch cannot use the device here
-    """
+    """The folder of a model, which has this file, to be loaded on a device. CheckpointError: there is no such folder or
+    no such file in it. ValueError: torch cannot use the device here"""
     check_device(device)
     folder, advice = Path(folder), "`specvis convert` makes such a folder of published files"
     if not folder.is_dir():
@@ -179,11 +175,8 @@ def check_finite(path: str | Path, name: str, value: Tensor, advice: str = "") -
 
 def read_state(path: str | Path):
     """What a checkpoint holds. Tensors stay in the file, mapped into memory, where its format lets them.
-
-    Raises:
-        CheckpointError: no such file, truncated, or a pickle that is more than tensors: it is not run, and the types
-            that it needs are named
-    """
+    CheckpointError: no such file, truncated, or a pickle that is more than tensors: it is not run, and the types that
+    it needs are named"""
     path = Path(path)
     if not path.is_file():
         raise CheckpointError(f"checkpoint {path} does not exist")
@@ -257,11 +250,8 @@ def model_type_of(folder: Path) -> str | None:
 
 
 def read_config(path: str | Path, dataclass_type):
-    """A config dataclass from its JSON file; lists become tuples.
-
-    Raises:
-        CheckpointError: no such file, not JSON, a field that the dataclass does not have or one that it must be given
-    """
+    """A config dataclass from its JSON file; lists become tuples. CheckpointError: no such file, not JSON, a field that
+    the dataclass does not have or one that it must be given"""
     try:
         values = {key: tuple(value) if isinstance(value, list) else value
                   for key, value in json.loads(Path(path).read_text("utf-8")).items()}

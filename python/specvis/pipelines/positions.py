@@ -12,12 +12,9 @@ ROUNDING_STEPS = 5  # in bfloat16, the shipped model's logits in two forwards of
 
 
 def forward_numbers(num_accepted: Tensor) -> Tensor:
-    """Which target forward drew each token, counted from 0. (The one that reads the condition draws the first token.)
+    """Which target forward drew each token, (B, L) int64 from 0: the one that reads the condition draws the first one.
 
-    Args:
-        num_accepted: (B, L) int64  accepted drafts of the step that began at each position; -1 where none began
-    Returns:
-        (B, L) int64
+    num_accepted: (B, L) int64 accepted drafts of the step that began at each position; -1 where none began
     """
     began = (num_accepted >= 0).long()
     return began.cumsum(1) - began[:, :1]  # a step that begins at the first token is number 0

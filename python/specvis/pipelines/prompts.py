@@ -86,11 +86,8 @@ class Captions:
         self._tokenizer = self._encoder = None
 
     def encode(self, prompts: list[str]) -> Tensor:
-        """Captions -> (B, length) int64 ids of tokens, padded at the end.
-
-        Raises:
-            ValueError: an empty caption, one of which the cleaning leaves nothing, one that is no text, or no tokenizer
-        """
+        """Captions -> (B, length) int64 ids of tokens, padded at the end. ValueError: an empty caption, one of which
+        the cleaning leaves nothing, one that is no text, or no tokenizer"""
         for prompt in prompts:
             try:
                 prompt.encode()
@@ -109,10 +106,7 @@ class Captions:
     @inference
     def source(self, prompts: list[str], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """What `condition` takes: features (B, length, width) at the end of their places, zero before, and where.
-
-        Raises:
-            ValueError: as `encode`; or no encoder, or one whose features have another width
-        """
+        ValueError: as `encode`; or no encoder, or one whose features have another width"""
         ids = self.encode(prompts)
         if self._encoder is None:
             encoder, report = self._read("T5EncoderModel", dtype=dtype, output_loading_info=True)
