@@ -53,8 +53,7 @@ def fetch(package: str, folder: Path) -> tarfile.TarFile:
     if not archive.exists():
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            command = ["npm", "pack", "--silent", package]
-            subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(["npm", "pack", "--silent", package], cwd=folder, check=True, stdout=subprocess.DEVNULL)
         except (FileNotFoundError, subprocess.CalledProcessError) as error:
             raise click.ClickException(f"`npm pack {package}` failed ({error}); "
                                        f"--packages may name a folder that has {archive.name}") from error
@@ -140,14 +139,12 @@ def hold_out(names: list[str], words: list[list[str]]) -> np.ndarray:
 def data(runs, packages):
     """Fetch and render the pictures; writes runs/data/pictures.npz, vocabulary.json and manifest.json.
 
-    pictures.npz: pictures (N, 64, 64, 3) uint8; captions (N, 10) int16, style and words as ids of the
-    vocabulary, 0 before them; styles, names, categories (N,) text; weights (N,) float64, how often each
-    is drawn; held_out (N,) bool.
+    pictures.npz: pictures (N, 64, 64, 3) uint8; captions (N, 10) int16, style and words as ids of the vocabulary, 0
+    before them; styles, names, categories (N,) text; weights (N,) float64, how often each is drawn; held_out (N,) bool.
     """
     if not find_spec("resvg_py"):
         raise ValueError("resvg-py, which draws the pictures, is not installed: python -m pip install resvg-py")
-    packages = packages or runs / "packages"
-    archives = {style: fetch(package, packages) for style, (package, _) in PACKAGES.items()}
+    archives = {style: fetch(package, packages or runs / "packages") for style, (package, _) in PACKAGES.items()}
     noto, flat = archives["noto"], archives["fluent-flat"]
     characters = read(noto, "chars.json") | read(flat, "chars.json")
     category = {name: group for archive in (flat, noto)
@@ -181,7 +178,6 @@ def data(runs, packages):
     counts = {"pictures": len(names), "held_out": int(held_out.sum()), "names": len(set(names)),
               "words": len(vocabulary) - 1, "styles": Counter(styles), "categories": Counter(categories)}
     held_out_names = sorted({name for name, out in zip(names, held_out) if out})
-    manifest = {"packages": PACKAGES, **counts, "held_out_names": held_out_names}
-    write_json(folder / "manifest.json", manifest)
+    write_json(folder / "manifest.json", {"packages": PACKAGES, **counts, "held_out_names": held_out_names})
     for key, value in counts.items():
         click.echo(f"{key}: {value if isinstance(value, int) else dict(value)}")

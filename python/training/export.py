@@ -34,6 +34,15 @@ def contact_sheet(pipeline: Pipeline, path: Path) -> None:
     write_whole(path, lambda file: Image.fromarray(np.vstack(rows)).save(file, "PNG", optimize=True))
 
 
+def save(model: Pipeline | MARPair, runs: Path, weights: Path, **files: str) -> None:
+    """Read the parts of a model from the files of the stages, and write them to the folder `weights`."""
+    for part, file in files.items():
+        load_weights(getattr(model, part), runs / f"{file}.safetensors")
+    weights.mkdir(parents=True, exist_ok=True)
+    with locked(weights, "weights"):
+        model.save(weights)
+
+
 def export_gpt(runs: Path, weights: Path, sheet: Path) -> None:
     for stage, part in (("eagle", "eagle"), ("small", "gpt")):
         made(runs / stage / f"{part}.safetensors", stage)
@@ -41,12 +50,8 @@ def export_gpt(runs: Path, weights: Path, sheet: Path) -> None:
     vq_config = read_config(made(runs / "tokenizer" / "config.json", "tokenizer"), VQConfig)
     draft_config = read_config(runs / "small" / "config.json", GPTConfig)
     pipeline = Pipeline(config, vq_config, vocabulary_of(runs), draft_config)
-    for part, file in (("words", "gpt/words"), ("gpt", "gpt/gpt"), ("eagle", "eagle/eagle"),
-                       ("tokenizer", "tokenizer/tokenizer"), ("small", "small/gpt")):
-        load_weights(getattr(pipeline, part), runs / f"{file}.safetensors")
-    weights.mkdir(parents=True, exist_ok=True)
-    with locked(weights, "weights"):
-        pipeline.save(weights)
+    save(pipeline, runs, weights, words="gpt/words", gpt="gpt/gpt", eagle="eagle/eagle",
+         tokenizer="tokenizer/tokenizer", small="small/gpt")
     contact_sheet(pipeline, sheet)
 
 
@@ -59,13 +64,8 @@ def export_mar(runs: Path, weights: Path) -> None:
         raise ValueError("mar and mar-draft must be trained on the same latents, got scales "
                          f"{scaling.scale:.4f} and {other.scale:.4f}")
     vq_config = read_config(made(runs / "tokenizer" / "config.json", "tokenizer"), VQConfig)
-    pair = MARPair(*configs, vq_config, vocabulary_of(runs), scaling)
-    for part, file in (("words", "gpt/words"), ("tokenizer", "tokenizer/tokenizer"), ("mar", "mar/mar"),
-                       ("mar_draft", "mar_draft/mar")):
-        load_weights(getattr(pair, part), runs / f"{file}.safetensors")
-    weights.mkdir(parents=True, exist_ok=True)
-    with locked(weights, "weights"):
-        pair.save(weights)
+    save(MARPair(*configs, vq_config, vocabulary_of(runs), scaling), runs, weights, words="gpt/words",
+         tokenizer="tokenizer/tokenizer", mar="mar/mar", mar_draft="mar_draft/mar")
 
 
 @click.command()

@@ -81,8 +81,8 @@ class Latents(Sampled):
         when = (torch.rand(n, generator=generator) + torch.arange(M)[:, None] / M) % 1
         timesteps = (when * num_train_timesteps).long().clamp(max=num_train_timesteps - 1) + 1
         noise = torch.randn(M, n, C, generator=generator)
-        batch = (self.words(self.captions[rows]), null, tokens, is_known, timesteps, noise)
-        return Batch(*(part.to(self.device) for part in batch))
+        features = self.words(self.captions[rows])
+        return Batch(*(part.to(self.device) for part in (features, null, tokens, is_known, timesteps, noise)))
 
 
 @torch.no_grad()
@@ -94,9 +94,8 @@ def write_latents(runs: Path, data: PictureData, path: Path, device: torch.devic
     latents = torch.cat([vq.latents(data.take(rows).to(device)).flatten(1, 2).cpu()
                          for rows in tqdm(torch.arange(len(data.pictures)).split(128), desc="latents")])
     scaling = Scaling.of(latents[data.train].flatten(0, 1))
-    arrays = {"tokens": scaling.tokens(latents).half().numpy(), "shift": np.array(scaling.shift),
-              "scale": np.array(scaling.scale)}
-    write_whole(path, lambda file: np.savez(file, **arrays))
+    tokens, shift, scale = scaling.tokens(latents).half().numpy(), np.array(scaling.shift), np.array(scaling.scale)
+    write_whole(path, lambda file: np.savez(file, tokens=tokens, shift=shift, scale=scale))
 
 
 def diffusion_loss(diffloss: DiffLoss, schedule: Schedule, z: Tensor, tokens: Tensor, timesteps: Tensor,

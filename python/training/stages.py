@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specvis.cli.options import device_option
+from specvis.cli.options import device_option, with_options
 from specvis.files import reading
 
 
@@ -44,13 +44,7 @@ def options(*more, batch: int, lr: float, compiled: bool = True):
         every.append(click.option(
             "--compile/--no-compile", "compiled", default=True, show_default=True,
             help="Compile the training step, which makes it faster and takes a minute at the start."))
-
-    def add(command):
-        for option in reversed(every):
-            command = option(command)
-        return command
-
-    return add
+    return with_options(*every)
 
 
 def made(path: Path, stage: str) -> Path:

@@ -99,9 +99,8 @@ def info(model, words):
         click.echo(f"{op:20}" + "".join(f"{'yes' if name in backends else '-':>8}" for name in names))
     click.echo(f"(for {device} tensors; Triton runs on a CPU only under its interpreter, TRITON_INTERPRET=1)\n")
     folder = Path(specvis_kernels.__file__).parent
-    for name, file, use in (("C++ kernels", "_ops.so", ""),
-                            ("CUDA kernels", "_ops_cuda.so", ", for a torch with CUDA")):
-        click.echo(f"{name:20}" + (f"built{use}" if (folder / file).exists() else "not built"))
+    for name, file, use in (("C++", "_ops.so", ""), ("CUDA", "_ops_cuda.so", ", for a torch with CUDA")):
+        click.echo(f"{f'{name} kernels':20}" + (f"built{use}" if (folder / file).exists() else "not built"))
     for package in ("specvis", "specvis_kernels", "torch", "triton", "numpy"):
         try:
             known = torch.__version__ if package == "torch" else version(package)  # "+cu130" may be in the former alone

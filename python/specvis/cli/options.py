@@ -109,13 +109,19 @@ class ModelFiles:
             return (MARPair if kind is ContinuousMethod else Pipeline).load(self.model, device, **options)
 
 
+def with_options(*options):
+    """A decorator of commands: these options, in this order."""
+    def add(command):
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
 def model_options(command):
     """The options of `ModelFiles`, which the command gets as `model`."""
-    @wraps(command)
-    def with_files(model, family, draft, vq, image_size, **options):
-        return command(model=ModelFiles(model, family, draft, vq, image_size), **options)
-
-    for option in reversed((
+    @with_options(
         click.option("--model", type=click.Path(path_type=Path), default=SHIPPED, show_default="the shipped model",
                      help="Folder with the model, such as `specvis convert` makes; with --family as transformers has "
                      "it, or its name on a model hub, if it was fetched."),
@@ -126,27 +132,24 @@ def model_options(command):
         click.option("--vq", type=click.Path(path_type=Path), help="With --family anole or lumina-mgpt: Chameleon's "
                      "vqgan.ckpt, which makes pictures of codes."),
         click.option("--image-size", type=click.IntRange(1), help="With --family: pixels a side. [default: the "
-                     "family's]"),
-    )):
-        with_files = option(with_files)
+                     "family's]"))
+    @wraps(command)
+    def with_files(model, family, draft, vq, image_size, **options):
+        return command(model=ModelFiles(model, family, draft, vq, image_size), **options)
+
     return with_files
 
 
-def sampling_options(command):
-    command = model_options(command)
-    for option in reversed((
-        click.option("--seed", type=click.IntRange(0, 2**32), default=0,
-                     help="Seed of the first picture; the next ones count on."),
-        click.option("--guidance", type=float, help="Strength of classifier-free guidance; 1 is none. "
-                     f"[default: {FILTERS['guidance']}, {CONTINUOUS_GUIDANCE} for continuous tokens, {OWN}]"),
-        click.option("--top-k", type=int, help="Keep the likeliest TOP_K tokens; 0 keeps all. Discrete tokens only. "
-                     f"[default: {FILTERS['top_k']}, {OWN}]"),
-        click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability, in (0, 1]. "
-                     f"Discrete tokens only. [default: {FILTERS['top_p']}, {OWN}]"),
-        device_option,
-    )):
-        command = option(command)
-    return command
+sampling_options = with_options(
+    click.option("--seed", type=click.IntRange(0, 2**32), default=0,
+                 help="Seed of the first picture; the next ones count on."),
+    click.option("--guidance", type=float, help="Strength of classifier-free guidance; 1 is none. "
+                 f"[default: {FILTERS['guidance']}, {CONTINUOUS_GUIDANCE} for continuous tokens, {OWN}]"),
+    click.option("--top-k", type=int, help="Keep the likeliest TOP_K tokens; 0 keeps all. Discrete tokens only. "
+                 f"[default: {FILTERS['top_k']}, {OWN}]"),
+    click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability, in (0, 1]. "
+                 f"Discrete tokens only. [default: {FILTERS['top_p']}, {OWN}]"),
+    device_option, model_options)
 
 
 def sampling_for(method: Method | ContinuousMethod, seeds: list[int], guidance: float | None,

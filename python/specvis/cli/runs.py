@@ -113,8 +113,7 @@ def decode_together(pipeline: Pipeline | MARPair, run: ComparedRun, prompts: lis
         start = time.perf_counter()
         decoded = pipeline.tokens(prompts, run.method, run.sampling, progress.update)
         seconds = time.perf_counter() - start
-    return ComparedResult(*run.key, run.sampling, run.purpose, decoded=decoded, seconds=seconds,
-                          model_seconds=clock.seconds)
+    return ComparedResult(**vars(run), decoded=decoded, seconds=seconds, model_seconds=clock.seconds)
 
 
 def decode_alone(pipeline: Pipeline, run: ComparedRun, prompts: list[str], i: int, progress: Steps) -> None:
@@ -177,18 +176,16 @@ def report_differences(pipelines: Pipelines, results: list[ComparedResult], prom
         click.ClickException: a token differs although its two best candidates are more than ROUNDING apart, or than
             `logit_rounding` where that is more, and no change of the logits by as much draws another
     """
-    wrong = []
+    wrong, pipeline = [], pipelines.get(Method)
     for result in results:
         same = result.same_tokens
         for i in [] if same is None else (~same).nonzero()[:, 0].tolist():
             tokens = result.baseline.decoded.tokens[i: i + 1]
             position = (result.decoded.tokens[i: i + 1] != tokens).nonzero()[0, 1].item()
-            margins = draw_margins(pipelines[Method], [prompts[i]], tokens, result.sampling[[i]])
-            margin = margins[0, position].item()
-            rounding = max(ROUNDING, logit_rounding(pipelines[Method], prompts[i], tokens, position))
+            margin = draw_margins(pipeline, [prompts[i]], tokens, result.sampling[[i]])[0, position].item()
+            rounding = max(ROUNDING, logit_rounding(pipeline, prompts[i], tokens, position))
             reason = ": rounding" if margin <= rounding else ""
-            if not reason and is_near_a_filter(pipelines[Method], prompts[i], tokens, result.sampling[[i]], position,
-                                               rounding):
+            if not reason and is_near_a_filter(pipeline, prompts[i], tokens, result.sampling[[i]], position, rounding):
                 reason = ": rounding, which changes what the filters keep"
             if not reason:
                 wrong.append(rounding)
