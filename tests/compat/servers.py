@@ -7,6 +7,7 @@ it in a test may be absent.
 import os
 import re
 import sys
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -252,6 +253,19 @@ if UNPACKED:
 
     is_torchvision_available()  # transformers asks once, and then does without
     sys.meta_path.append(Uncalled())
+
+
+@contextmanager
+def imported_anew(package: str, monkeypatch):
+    """Inside, nothing of this package is imported yet. What is imported there is forgotten at the end."""
+    def modules():
+        return [name for name in sys.modules if name.partition(".")[0] == package]
+
+    for name in modules():
+        monkeypatch.delitem(sys.modules, name)  # until the test is over
+    yield
+    for name in modules():
+        del sys.modules[name]
 
 
 def write(folder: Path, packages: tuple[str, ...] = ("vllm", "sglang")) -> Path:

@@ -30,21 +30,14 @@ class Kernels(ModuleType):
     find_spec("sglang") is None, reason="SGLang is not installed"))])
 def sglang(request, tmp_path, monkeypatch):
     """SGLang's package, imported anew. Gives the test's monkeypatch."""
-    def modules():
-        return [name for name in sys.modules if name.partition(".")[0] == "sglang"]
-
-    for name in modules():
-        monkeypatch.delitem(sys.modules, name)
-    folder = servers.write(tmp_path, packages={"stubs": ("vllm", "sglang")}.get(request.param, ()))
-    monkeypatch.syspath_prepend(folder)
+    monkeypatch.syspath_prepend(servers.write(tmp_path, ("vllm", "sglang") if request.param == "stubs" else ()))
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     monkeypatch.setenv("SPECVIS_SGLANG", "1")
     monkeypatch.setitem(sys.modules, "sgl_kernel", Kernels("sgl_kernel"))
     ours.register.cache_clear()
-    yield monkeypatch
+    with servers.imported_anew("sglang", monkeypatch):
+        yield monkeypatch
     ours.register.cache_clear()
-    for name in modules():
-        del sys.modules[name]
 
 
 def load(monkeypatch):

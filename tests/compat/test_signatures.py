@@ -4,17 +4,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import signatures
+from tests.compat.servers import SAMPLER, SGLANG, VLLM
 
-SAMPLER = "tree_speculative_sampling_target_only"
 TREE = "candidates, retrive_index, retrive_next_token, retrive_next_sibling"
 FILES = {
-    "vllm/v1/sample/rejection_sampler.py": """
-def rejection_sample(
-    draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits, bonus_token_ids,
-    sampling_metadata, synthetic_mode=False, synthetic_conditional_rates=None, use_fp64_gumbel=False,
-    fly_window_size=None, fly_entropy_threshold=None, fly_entropy_top_k=3):
-    pass
-""",
+    "vllm/v1/sample/rejection_sampler.py": VLLM["v1/sample/rejection_sampler.py"],
     "vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py": """
 # draft_logits is stored pre-temperature
 def rejection_sample(
@@ -39,17 +33,10 @@ cast(Any, self.drafter).propose()
         f"def {SAMPLER}(predicts, accept_index, accept_token_num, {TREE}, uniform_samples,\n"
         "        uniform_samples_for_final_sampling, target_probs, draft_probs, threshold_single=1.0,\n"
         "        threshold_acc=1.0, deterministic=True):\n    pass\n",
-    "python/sglang/kernels/ops/speculative/spec_tree.py":
-        "def build_tree_kernel_efficient_func(parent_list, top_scores_index, seq_lens, tree_mask, positions,\n"
-        "        retrieve_index, retrieve_next_token, retrieve_next_sibling, topk, spec_steps, num_verify_tokens,\n"
-        "        tree_mask_mode):\n    pass\n"
-        "def verify_tree_greedy_func(predicts, accept_index, accept_token_num, candidates, retrieve_index,\n"
-        "        retrieve_next_token, retrieve_next_sibling, target_predict, topk=-1):\n    pass\n",
-    "python/sglang/srt/speculative/eagle_utils.py":
-        f"from verify_sampling import {SAMPLER}\n"
-        "if is_cuda:\n    from renorm import top_k_renorm_prob, top_p_renorm_prob\n"
-        "def _verify_uses_greedy(*, is_all_greedy, is_cpu, is_hip, is_xpu, use_rejection_sampling):\n    pass\n",
-    "python/sglang/srt/plugins/hook_registry.py": "class HookType:\n    REPLACE = 0\n",
+    "python/sglang/kernels/ops/speculative/spec_tree.py": SGLANG["kernels/ops/speculative/spec_tree.py"],
+    "python/sglang/srt/speculative/eagle_utils.py": SGLANG["srt/speculative/eagle_utils.py"]
+        + "if is_cuda:\n    from renorm import top_k_renorm_prob, top_p_renorm_prob\n",
+    "python/sglang/srt/plugins/hook_registry.py": SGLANG["srt/plugins/hook_registry.py"],
     "python/sglang/srt/speculative/dflash_utils.py":
         f"try:\n    from verify_sampling import {SAMPLER}\nexcept ImportError:\n    {SAMPLER} = None\n",
 }
@@ -113,13 +100,10 @@ def test_a_file_that_is_gone_and_one_that_is_not_python(tmp_path, capsys, monkey
     assert capsys.readouterr().out.count(message) == 1
 
 
-def test_a_folder_without_the_package(tmp_path, capsys):
+def test_a_folder_without_the_package_and_none(tmp_path, capsys):
     assert run(tmp_path, "--sglang", "{}/vllm") == 2
     message = f"{tmp_path}/vllm holds no checkout and no unpacked wheel of sglang: it has no folder sglang"
     assert message in capsys.readouterr().err
-
-
-def test_without_a_folder(capsys):
     with pytest.raises(SystemExit):
         signatures.main([])
     assert "name a folder, with --vllm or --sglang" in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """The plugin for vLLM, in vLLM's own classes where it is installed, and in stubs of them: tests/compat/servers.py."""
 import inspect
 import logging
-import sys
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -27,12 +27,7 @@ REPLACED = (ours.V1_REJECTION_SAMPLE, ours.V2_REJECTION_SAMPLE, "vllm.v1.sample.
     find_spec("vllm") is None, reason="vLLM is not installed"))])
 def vllm(request, tmp_path, monkeypatch):
     """vLLM's package, whose functions are its own again after the test. Gives the test's monkeypatch."""
-    def modules():
-        return [name for name in sys.modules if name.partition(".")[0] == "vllm"]
-
     if request.param == "stubs":
-        for name in modules():
-            monkeypatch.delitem(sys.modules, name)  # until the test is over
         monkeypatch.syspath_prepend(servers.write(tmp_path))
     else:
         for target in REPLACED:
@@ -44,11 +39,9 @@ def vllm(request, tmp_path, monkeypatch):
             monkeypatch.setattr(torch.ops._C, "greedy_argmax", lambda logits: logits.argmax(-1), raising=False)
     monkeypatch.setattr(ours, "_draws", ours._TargetDraws())
     ours.register.cache_clear()
-    yield monkeypatch
+    with servers.imported_anew("vllm", monkeypatch) if request.param == "stubs" else nullcontext():
+        yield monkeypatch
     ours.register.cache_clear()
-    if request.param == "stubs":
-        for name in modules():
-            del sys.modules[name]
 
 
 def expand_batch_to_tokens(values, ends, num_tokens, replace_from=0, replace_to=0):
