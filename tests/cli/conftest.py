@@ -2,11 +2,17 @@
 import dataclasses
 
 import pytest
+from click.testing import CliRunner
 
+from specvis.cli.main import main
 from specvis.models.mar import MAR
 from tests.tiny import tiny_pair, tiny_pipeline
 
 LINES = "red heart\n\n# of two words\n  Blue   heart\nred heart\nheart\n"
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")

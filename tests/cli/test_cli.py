@@ -26,12 +26,9 @@ from specvis.decoding.methods import CONTINUOUS, CONTINUOUS_PARAMETERS, METHODS,
 from specvis.decoding.trees import TREES
 from specvis.pipelines.discrete import Pipeline
 from specvis.pipelines.mar import MARPair
+from tests.cli.conftest import run
 from tests.cli.test_scale import NAMES, generate
 from training.main import main as train
-
-
-def run(*arguments):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
@@ -173,19 +170,6 @@ def test_each_picture_is_written_as_soon_as_it_is_finished(weights, lines, tmp_p
     monkeypatch.setattr(Pipeline, "tokens", watched)
     assert generate(lines, tmp_path / "out", weights, "--batch", 1).exit_code == 0
     assert seen == [(1, [0], 1), (1, [1], 2), (1, [2], 3), (1, [3], 4)]
-
-
-def test_if_no_picture_of_a_file_is_finished_the_status_is_1(weights, lines, tmp_path, monkeypatch):
-    """tests/cli/test_scale.py: one that is not finished is named, and tried again."""
-    original = Pipeline.tokens
-
-    def broken(self, *arguments, batch, finished):
-        return original(self, *arguments, batch=batch, finished=lambda requests, images: finished(
-            requests, dataclasses.replace(images, failed=torch.ones(len(requests), dtype=torch.bool))))
-
-    monkeypatch.setattr(Pipeline, "tokens", broken)
-    result = generate(lines, tmp_path / "out", weights)
-    assert result.exit_code == 1 and "no picture was finished" in result.output and not written_in(tmp_path / "out")
 
 
 @pytest.mark.parametrize("text, arguments, message", [

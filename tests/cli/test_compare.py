@@ -13,7 +13,7 @@ from specvis.cli.runs import ModelClock
 from specvis.decoding.methods import RECIPES
 from specvis.decoding.sampling import Sampling
 from specvis.pipelines.discrete import Pipeline
-from tests.cli.test_cli import run
+from tests.cli.conftest import run
 from tests.tiny import tiny_pair
 
 compare_module = import_module("specvis.cli.compare")  # the module, not the command

@@ -43,14 +43,16 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def check(result, words) -> None:
-    """One line on stderr where the status is not 0, and no traceback."""
+def check(words, group=main):
+    """What this command answers: one line on stderr where the status is not 0, and no traceback."""
+    result = CliRunner().invoke(group, words)
     said = "" if result.exception is None else repr(result.exception)
     assert isinstance(result.exception, (SystemExit, type(None))), (words, said)
     assert result.exit_code in (0, 2, 3), (words, result.exit_code, result.stderr)
     if result.exit_code:
         lines = result.stderr.splitlines()
         assert len(lines) == 1 and lines[0].startswith("Error: "), (words, result.stderr)
+    return result
 
 
 USUAL = {
@@ -72,8 +74,7 @@ def test_every_option_of_every_command(name, weights, place):
                 continue
             given = [parameter.opts[0], value] if isinstance(parameter, click.Option) else [value]
             model = ["--model", str(weights)] if any(p.name == "model" for p in command.params) else []
-            words = [name, *USUAL[name], *model, *given]
-            check(CliRunner().invoke(main, words), words)
+            check([name, *USUAL[name], *model, *given])
     assert sorted(path.name for path in weights.iterdir()) == FILES
 
 
@@ -132,10 +133,7 @@ def test_every_parameter_of_every_method(name):
 ])
 def test_what_is_absurd_is_said_before_anything_is_drawn(words, message, weights, place):
     (place / "folder.json").mkdir()
-    words = words.split()
-    result = CliRunner().invoke(main, ["generate", "--prompt", "red heart", "--model", str(weights), "--scale", "1",
-                                       *words])
-    check(result, words)
+    result = check(["generate", "--prompt", "red heart", "--model", str(weights), "--scale", "1", *words.split()])
     assert result.exit_code == (2 if message else 0) and message in result.stderr, result.output
     assert (place / "specvis.png").exists() == (not message)
     assert not [path for path in place.iterdir() if path.suffix in (".psd", ".xbm", ".webp", ".jpg")]
@@ -147,8 +145,7 @@ def test_every_option_of_a_training_stage(stage, place):
     for parameter in command.params:
         for value in VALUES:
             if not parameter.is_flag and isinstance(parameter, click.Option):
-                words = [stage, parameter.opts[0], value]
-                check(CliRunner().invoke(train, words), words)
+                check([stage, parameter.opts[0], value], train)
 
 
 def test_names_in_files_do_not_steer_the_terminal(tmp_path, monkeypatch):
@@ -166,6 +163,5 @@ def test_names_in_files_do_not_steer_the_terminal(tmp_path, monkeypatch):
 @pytest.mark.parametrize("weight_map", [{"a": 5}, {"a": None}, {"a": "x", "b": 5}, {"a": "x" * 5000}, {"a": [1]}])
 def test_an_index_of_no_names_is_an_error(weight_map, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    words = ["convert", str(tmp_path), "--out", str(tmp_path / "o")]
-    check(result := CliRunner().invoke(main, words), words)
+    result = check(["convert", str(tmp_path), "--out", str(tmp_path / "o")])
     assert result.exit_code == 2 and len(result.stderr) < 5000

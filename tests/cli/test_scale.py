@@ -11,16 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from specvis.cli import workers
-from specvis.cli.main import main
 from specvis.cli.many import Picture, PictureRequest
 from specvis.cli.workers import Crew, Seat, per_worker
 from specvis.pipelines.checkpoint import ModelSettings, fingerprint
 from specvis.pipelines.discrete import Pipeline
-from tests.cli.conftest import LINES
+from tests.cli.conftest import LINES, run
 from tests.pipelines.test_prompts import t5_folder
 from tests.tiny import tiny_pipeline
 
@@ -30,8 +28,7 @@ LINE = {"number": 1, "prompt": "red heart", "file": "001-red-heart.png", "bytes"
 
 
 def generate(file, out, weights, *arguments):
-    arguments = ("generate", "--prompts", file, "--scale", 1, "--out", out, "--model", weights, *arguments)
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+    return run("generate", "--prompts", file, "--scale", 1, "--out", out, "--model", weights, *arguments)
 
 
 def pictures(folder):
@@ -111,13 +108,18 @@ def test_an_interrupted_command_leaves_whole_pictures(weights, lines, tmp_path, 
 
 
 def test_a_picture_that_ended_early_is_tried_again(weights, lines, tmp_path, monkeypatch):
-    out, original = tmp_path / "out", Pipeline.tokens
+    """If no picture is finished, the status is 1."""
+    out, original, failing = tmp_path / "out", Pipeline.tokens, {0, 1, 2, 3}
 
     def broken(self, *arguments, batch, finished):
         return original(self, *arguments, batch=batch, finished=lambda requests, images: finished(
-            requests, dataclasses.replace(images, failed=torch.tensor(requests) == 1)))
+            requests, dataclasses.replace(images, failed=torch.tensor([i in failing for i in requests]))))
 
     monkeypatch.setattr(Pipeline, "tokens", broken)
+    result = generate(lines, out, weights)
+    assert result.exit_code == 1 and "no picture was finished" in result.output and not pictures(out)
+    shutil.rmtree(out)
+    failing -= {0, 2, 3}
     result = generate(lines, out, weights)
     assert "picture 002, 'Blue   heart' (seed 1) ended early" in result.output and "3 of 4 pictures, " in result.output
     assert [(line["file"], line["tau"]) for line in manifest(out)[1] if line["failed"]] == [(None, None)]

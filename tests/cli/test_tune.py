@@ -1,18 +1,13 @@
 """The tuner: what it tries, what it prints, and that all its methods draw plain decoding's pictures."""
 import pytest
 import torch
-from click.testing import CliRunner
 
-from specvis.cli.main import main
 from specvis.cli.runs import timed_in_turns
 from specvis.cli.tune import methods_for
 from specvis.decoding.methods import parse_method
 from specvis.pipelines.discrete import Pipeline
+from tests.cli.conftest import run
 from tests.tiny import tiny_pipeline
-
-
-def run(*arguments):
-    return CliRunner().invoke(main, ["tune", *(str(argument) for argument in arguments)])
 
 
 def test_refreshes_are_tried_where_there_is_a_small_model():
@@ -40,7 +35,8 @@ def test_the_fastest_is_named(weights, monkeypatch):
         return decoded
 
     monkeypatch.setattr(Pipeline, "tokens", watched)
-    result = run("--prompt", "red heart", "--prompt", "blue heart", "--batch", 2, "--turns", 3, "--model", weights)
+    result = run("tune", "--prompt", "red heart", "--prompt", "blue heart", "--batch", 2, "--turns", 3, "--model",
+                 weights)
     assert result.exit_code == 0, result.output
     head, *lines, _, last = result.stdout.splitlines()
     assert head.split() == ["method", "tau", "seconds", "speedup"]
@@ -58,5 +54,5 @@ def test_the_fastest_is_named(weights, monkeypatch):
     (["--prompt", "zebra"], "zebra"),
 ])
 def test_bad_input(weights, arguments, message):
-    result = run(*arguments, "--model", weights)
+    result = run("tune", *arguments, "--model", weights)
     assert result.exit_code == 2 and message in result.output, result.output

@@ -10,11 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from specvis.cli.main import main
 from specvis.decoding.baseline import decode
 from specvis.decoding.continuous import parallel_decode
 from specvis.decoding.continuous_state import ContinuousSampling
@@ -36,6 +34,7 @@ from specvis.pipelines.discrete import Pipeline
 from specvis.pipelines.mar import MARPair
 from specvis.pipelines.recognized import recognized, recognized_table
 from specvis_kernels import codebook_neighbors
+from tests.cli.conftest import run
 
 CLASSES = GPTConfig(dim=32, layers=2, heads=2, vocabulary=64, grid=16, classes=10, ffn_multiple=16)
 CAPTIONS = replace(CLASSES, classes=None, condition_tokens=6, caption_dim=8)
@@ -60,14 +59,11 @@ def models():
     return {name: model.requires_grad_(False).eval() for name, model in made.items()}
 
 
-def states(models):
-    return {name: model.state_dict() for name, model in models.items()}
-
-
 @pytest.fixture(scope="module")
 def files(models, tmp_path_factory):
     """The published files' forms: LlamaGen's wrapped in "model", LANTERN's folders, MAR's."""
-    folder, state = tmp_path_factory.mktemp("published"), states(models)
+    folder = tmp_path_factory.mktemp("published")
+    state = {name: model.state_dict() for name, model in models.items()}
     torch.save({"model": state["gpt"], "optimizer": {"state": {0: {"step": torch.zeros(2)}}}, "steps": 7,
                 "args": Namespace(gpt_model="GPT-B")}, folder / "c2i_B_256.pt")
     os.link(folder / "c2i_B_256.pt", folder / "c2i_B_384.pt")
@@ -98,6 +94,17 @@ def files(models, tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def converted(files, tmp_path):
+    """A folder that LlamaGen's files have been converted to."""
+    convert([files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt"], tmp_path / "m", image_size=256, heads=2)
+    return tmp_path / "m"
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def split_names(state):
     """A GPT's tensors under Hugging Face's names, as LANTERN's conversion has them."""
     renamed = {}
@@ -117,10 +124,6 @@ def split_names(state):
             name = name.replace(ours, theirs)
         renamed[name] = tensor
     return renamed
-
-
-def run(*arguments):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 def test_two_commands_lead_from_the_files_to_a_picture(models, files, tmp_path):
@@ -149,12 +152,12 @@ def test_two_commands_lead_from_the_files_to_a_picture(models, files, tmp_path):
     assert torch.equal(Pipeline.load(tmp_path / "m").tokens(["7"], "jacobi", sampling).tokens, tokens)
     image = ((models["vq"].decode(tokens)[0].permute(1, 2, 0) + 1) * 127.5).round().byte().numpy()
     assert np.array_equal(np.array(Image.open(tmp_path / "x.png")), image)
-    result = run("generate", "--model", tmp_path / "m", "--prompt", 10, "--out", tmp_path / "y.png")
-    assert result.exit_code == 2 and "the number of a class within 0..9, got '10'" in result.output
-    result = run("generate", "--model", tmp_path / "m", "--prompt", 1, "--style", "noto", "--out", tmp_path / "y.png")
-    assert result.exit_code == 2 and "style must not be given for this model" in result.output
-    result = run("generate", "--model", tmp_path / "m", "--prompt", 1, "--method", "mar", "--out", tmp_path / "y.png")
-    assert result.exit_code == 2 and "method must be one for discrete tokens, such as jacobi" in result.output
+    for arguments, message in (
+            ((10,), "the number of a class within 0..9, got '10'"),
+            ((1, "--style", "noto"), "style must not be given for this model"),
+            ((1, "--method", "mar"), "method must be one for discrete tokens, such as jacobi")):
+        result = run("generate", "--model", tmp_path / "m", "--out", tmp_path / "y.png", "--prompt", *arguments)
+        assert result.exit_code == 2 and message in result.output
 
 
 @pytest.mark.parametrize("wrapping", ["bare", "module", "state_dict", "prefix", "legacy", "safetensors"])
@@ -262,10 +265,9 @@ def test_a_commands_lines_say_which_weights_were_taken(models, files, tmp_path):
     (torch.float64, "1e39", None, "float32, got NaN or infinite ones, 2 of 32$"),
     (torch.float32, "70000", torch.float16, "float16, got NaN or infinite ones, 2 of 32; dtype must hold them, as "
      "that of the file does, float32$")])
-def test_numbers_that_are_not_finite_do_not_replace_a_model(models, files, tmp_path, stored, number, dtype, message):
-    out, said = tmp_path / "m", []
-    convert([files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt"], out, image_size=256, heads=2)
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
+def test_numbers_that_are_not_finite_do_not_replace_a_model(models, converted, tmp_path, stored, number, dtype,
+                                                            message):
+    before, said = contents(converted), []
     for name, part in (("gpt", "norm.weight"), ("vq", "encoder.conv_in.bias")):
         if name == "vq" and "dtype" in message:
             continue                                                          # a tokenizer stays in its own
@@ -274,15 +276,14 @@ def test_numbers_that_are_not_finite_do_not_replace_a_model(models, files, tmp_p
         state[part][3:5] = float(number)
         torch.save({"model": state}, tmp_path / "bad.pt")
         with pytest.raises(CheckpointError, match=rf"bad.pt: {part} must be finite numbers in {message}"):
-            convert([tmp_path / "bad.pt"], out, image_size=256, heads=2, dtype=dtype, say=said.append)
-        assert {path.name: path.read_bytes() for path in out.iterdir()} == before and not said
+            convert([tmp_path / "bad.pt"], converted, image_size=256, heads=2, dtype=dtype, say=said.append)
+        assert contents(converted) == before and not said
 
 
-def test_an_image_size_other_than_the_folders_is_refused(files, tmp_path):
-    convert([files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt"], tmp_path, image_size=256, heads=2)
-    convert([files / "vq_ds16_c2i.pt"], tmp_path, image_size=256)
+def test_an_image_size_other_than_the_folders_is_refused(files, converted):
+    convert([files / "vq_ds16_c2i.pt"], converted, image_size=256)
     with pytest.raises(CheckpointError, match="config.json is for pictures of 256 pixels, not of 384"):
-        convert([files / "vq_ds16_c2i.pt"], tmp_path, image_size=384)
+        convert([files / "vq_ds16_c2i.pt"], converted, image_size=384)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -319,7 +320,7 @@ def test_lanterns_folders_decode_as_the_modules_do(models, files, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".pt", ".safetensors"])
-def test_tables_of_neighbors_in_other_files(models, files, tmp_path, suffix):
+def test_tables_of_neighbors_in_other_files(models, converted, tmp_path, suffix):
     table = codebook_neighbors(models["vq"].quantize.embedding.weight, 20)
     path = tmp_path / f"top_20_indices{suffix}"
     if suffix == ".npz":
@@ -328,11 +329,9 @@ def test_tables_of_neighbors_in_other_files(models, files, tmp_path, suffix):
         torch.save(table.to(torch.int64), path)
     else:
         save_file({"indices": table.to(torch.int32)}, path)
-    out = tmp_path / "m"
-    convert([files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt"], out, image_size=256, heads=2)
-    convert([path], out)                                                      # a folder takes parts later on, too
-    assert torch.equal(load_file(out / "neighbors.safetensors")["neighbors"], table)
-    pipeline = Pipeline.load(out)
+    convert([path], converted)                                                # a folder takes parts later on, too
+    assert torch.equal(load_file(converted / "neighbors.safetensors")["neighbors"], table)
+    pipeline = Pipeline.load(converted)
     assert torch.equal(pipeline.neighbors(20), table)
     with pytest.raises(ValueError, match="k must be at most 20, the columns of neighbors.safetensors, got 21"):
         pipeline.neighbors(21)
@@ -427,30 +426,28 @@ def test_what_a_source_lacks_is_named(models, files, tmp_path):
     assert "is of no known model" in written(vqgan)                           # Chameleon's tokenizer
 
 
-def test_a_table_of_another_codebook_is_refused(models, files, tmp_path):
-    convert([files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt"], tmp_path / "m", image_size=256, heads=2)
+def test_a_table_of_another_codebook_is_refused(models, files, converted, tmp_path):
     torch.manual_seed(5)
     for codes in (torch.randn(64, 4), torch.randn(65, 4)):
         np.save(tmp_path / "top.npy", codebook_neighbors(codes, 9).numpy())
         with pytest.raises(CheckpointError, match=r"is a table of another codebook: it is \(6., 9\)"):
-            convert([tmp_path / "top.npy"], tmp_path / "m")
+            convert([tmp_path / "top.npy"], converted)
     unit = codebook_neighbors(models["vq"].codebook(), 9)                     # a table of normalized codes is one
     np.save(tmp_path / "top.npy", unit.numpy())
-    convert([tmp_path / "top.npy"], tmp_path / "m")
-    assert torch.equal(Pipeline.load(tmp_path / "m").neighbors(9), unit)
+    convert([tmp_path / "top.npy"], converted)
+    assert torch.equal(Pipeline.load(converted).neighbors(9), unit)
     with pytest.raises(CheckpointError, match="neighbors.safetensors would stay and belong to the tokenizer before"):
-        convert([files / "vq_ds16_c2i.pt"], tmp_path / "m")
+        convert([files / "vq_ds16_c2i.pt"], converted)
 
 
-def test_a_table_is_looked_at_in_all_its_columns_and_over_all_its_rows(models, files, tmp_path):
-    convert([files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt"], tmp_path / "m", image_size=256, heads=2)
+def test_a_table_is_looked_at_in_all_its_columns_and_over_all_its_rows(models, converted, tmp_path):
     right = codebook_neighbors(models["vq"].quantize.embedding.weight, 63).numpy().astype(np.int32)
 
     def refused(table):
         np.save(tmp_path / "top.npy", table)
         with pytest.raises(CheckpointError) as caught:
-            convert([tmp_path / "top.npy"], tmp_path / "m")
-        assert not (tmp_path / "m" / "neighbors.safetensors").exists()
+            convert([tmp_path / "top.npy"], converted)
+        assert not (converted / "neighbors.safetensors").exists()
         return str(caught.value)
 
     for number in (-70000, 64):                                               # 64 codes: as uint16 both would be ids
@@ -487,10 +484,10 @@ def test_a_model_of_the_other_family_is_not_written_over(files, tmp_path):
                                    (of_mar, llamagen, "mar.json is of MAR; choose another out")):
         out = tmp_path / first[0]
         convert([files / name for name in first], out, image_size=256 if first is llamagen else None, heads=2)
-        before = {path.name: path.read_bytes() for path in out.iterdir()}
+        before = contents(out)
         with pytest.raises(CheckpointError, match=f"without a model of the other family, but .*{message}"):
             convert([files / name for name in second], out, image_size=256 if second is llamagen else None, heads=2)
-        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+        assert contents(out) == before
 
 
 def test_what_drafted_for_the_model_before_does_not_stay(models, files, tmp_path):
@@ -549,26 +546,20 @@ def test_no_code_in_a_file_is_run(files, tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match=match) as caught:
             convert([name], "m")
         assert str(caught.value).isprintable()                                # no escape codes
-    with pytest.raises(CheckpointError):
-        convert(["plain.pt"], "m")
     np.save("objects.npy", np.array([Runs()], dtype=object), allow_pickle=True)
-    with pytest.raises(CheckpointError, match="objects.npy cannot be read: .* Python objects"):
-        convert(["objects.npy"], "m")
     np.savez("objects.npz", np.array([Runs()], dtype=object), allow_pickle=True)
-    with pytest.raises(CheckpointError, match="objects.npz cannot be read: Object arrays cannot be loaded"):
-        convert(["objects.npz"], "m")
     np.savez_compressed("zeros.npz", np.zeros((10**6, 2), np.int64))
-    with pytest.raises(CheckpointError, match="zeros.npz must unpack to at most 100 times its size, got 15 MB; numpy"):
-        convert(["zeros.npz"], "m")
+    for name, message in (("plain.pt", ""), ("objects.npy", "cannot be read: .* Python objects"),
+                          ("objects.npz", "cannot be read: Object arrays cannot be loaded"),
+                          ("zeros.npz", "must unpack to at most 100 times its size, got 15 MB; numpy")):
+        with pytest.raises(CheckpointError, match=f"{name} {message}"):
+            convert([name], "m")
     assert not (tmp_path / "run-by-a-pickle").exists() and not (tmp_path / "m").exists()
 
 
-def test_an_interruption_leaves_what_was_there(models, files, tmp_path, monkeypatch):
-    sources = [files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt"]
-    convert(sources, tmp_path, image_size=256, heads=2)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+def test_an_interruption_leaves_what_was_there(files, converted):
+    before, written = contents(converted), 0
     assert len(before) == 5
-    written = 0
 
     def fails(num_bytes, total):
         nonlocal written
@@ -576,9 +567,9 @@ def test_an_interruption_leaves_what_was_there(models, files, tmp_path, monkeypa
         if written > total // 3:
             raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
-        convert([files / "c2i_B_384.pt", sources[1]], tmp_path, image_size=384, heads=2, dtype=torch.float16,
-                progress=fails)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        convert([files / "c2i_B_384.pt", files / "vq_ds16_c2i.pt"], converted, image_size=384, heads=2,
+                dtype=torch.float16, progress=fails)
+    assert contents(converted) == before
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path):

@@ -41,7 +41,7 @@ def folder(saved, tmp_path):
 
 def change(file, **values):
     """Give the fields of a JSON file these values; None: remove the field."""
-    known = json.loads(file.read_text()) | values
+    known = (json.loads(file.read_text()) if file.exists() else {}) | values
     file.write_text(json.dumps({name: value for name, value in known.items() if value is not None}))
 
 
@@ -115,11 +115,18 @@ def test_every_number_of_a_config_is_within_its_limit(config):
     ("vocabulary.json", {"words": [1, 2]}, "words must be a list of strings"),
     ("vocabulary.json", {"words": []}, "words must be 1 to 1048576, got 0"),
     ("vocabulary.json", {"words": ["", "red"]}, "words.safetensors is of another size"),
+    ("pipeline.json", {"text_encoder": 5}, "text_encoder must be a string, got 5"),
+    ("pipeline.json", {"top_k": 2.5}, "top_k must be a whole number"),
+    ("pipeline.json", {"guidance": "2"}, "guidance must be a number, got '2'"),
+    ("mar_scaling.json", {"scale": 0}, "scale must be a positive and finite number in 32 bits, got 0"),
+    ("mar_scaling.json", {"scale": float("nan")}, "scale must be a positive and finite number in 32 bits, got nan"),
+    ("mar_scaling.json", {"shift": [0.0, float("inf")]}, "shift must be a list of finite numbers"),
+    ("mar_scaling.json", {"shift": 1.0}, "shift must be a list of finite numbers"),
 ])
 def test_a_wrong_config_is_named(file, values, message, folder):
     change(folder / file, **values)
     with pytest.raises(CheckpointError, match=message):
-        Pipeline.load(folder)
+        (MARPair if "mar" in file else Pipeline).load(folder)
 
 
 @pytest.mark.parametrize("file", ["config.json", "vocabulary.json", "mar_scaling.json"])
@@ -129,26 +136,10 @@ def test_deep_json_is_an_error(file, folder):
         (MARPair if "mar" in file else Pipeline).load(folder)
 
 
-@pytest.mark.parametrize("values, message", [
-    ({"scale": 0}, "scale must be a positive and finite number in 32 bits, got 0"),
-    ({"scale": float("nan")}, "scale must be a positive and finite number in 32 bits, got nan"),
-    ({"shift": [0.0, float("inf")]}, "shift must be a list of finite numbers"),
-    ({"shift": 1.0}, "shift must be a list of finite numbers"),
-    ({"shift": [0.0, 0.0]}, "shift of the scaling must be 4 numbers, one a channel, got 2"),
-])
-def test_a_wrong_scaling_is_refused(values, message, folder):
-    change(folder / "mar_scaling.json", **values)
-    with pytest.raises(ValueError, match=message):
+def test_a_scaling_of_other_channels_is_refused(folder):
+    change(folder / "mar_scaling.json", shift=[0.0, 0.0])
+    with pytest.raises(ValueError, match="shift of the scaling must be 4 numbers, one a channel, got 2"):
         MARPair.load(folder)
-
-
-@pytest.mark.parametrize("values, message", [
-    ({"text_encoder": 5}, "text_encoder must be a string, got 5"), ({"top_k": 2.5}, "top_k must be a whole number"),
-    ({"guidance": "2"}, "guidance must be a number, got '2'")])
-def test_wrong_settings_are_refused(values, message, folder):
-    (folder / "pipeline.json").write_text(json.dumps(values))
-    with pytest.raises(CheckpointError, match=message):
-        Pipeline.load(folder)
 
 
 @pytest.mark.parametrize("table, message", [
@@ -233,15 +224,12 @@ def test_a_models_files_are_known_again_whatever_is_in_them(tmp_path):
             known.add(fingerprint(tmp_path))
 
 
-@pytest.mark.parametrize("name, content", [
-    ("a.npy", b""), ("a.npz", b"PK\3\4aaaaaaaa"), ("a.npz", b""), ("a.npy", b"x"), ("a.safetensors", b"")])
-def test_what_is_to_be_converted_may_be_hurt(name, content, tmp_path):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"checkpoint .*{name} cannot be read: "):
-        open_file(tmp_path / name)
-
-
-def test_an_absurd_config_beside_what_is_converted(tmp_path):
+def test_what_is_to_be_converted_may_be_hurt(tmp_path):
+    for name, content in (("a.npy", b""), ("a.npz", b"PK\3\4aaaaaaaa"), ("a.npz", b""), ("a.npy", b"x"),
+                          ("a.safetensors", b"")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"checkpoint .*{name} cannot be read: "):
+            open_file(tmp_path / name)
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match="config .*config.json cannot be read: "):
