@@ -68,15 +68,10 @@ def test_a_deeper_gpt_begins_as_the_shallow_one(tmp_path):
     assert torch.allclose(deep.logits(captions, ids), wanted, atol=1e-4)
     deep.requires_grad_(True).logits(captions, ids).square().mean().backward()
     assert all(block.attention.wo.weight.grad.abs().max() > 0 for block in deep.gpt.layers)
-
-
-@pytest.mark.parametrize("layers, dim, message", [
-    (1, 32, r"layers must be at least 2, as in .*, got 1"), (2, 64, r"dim must be 32, as in .*, got 64")])
-def test_a_gpt_that_cannot_grow_from_another_says_why(tmp_path, layers, dim, message):
-    a_gpt(tmp_path / "shallow", 2)
-    model = a_gpt(tmp_path / "other", layers, dim)
-    with pytest.raises(ValueError, match=message):
-        grow(model, tmp_path / "shallow")
+    for name, layers, dim, message in (("shallower", 1, 32, r"layers must be at least 2, as in .*, got 1"),
+                                       ("wider", 2, 64, r"dim must be 32, as in .*, got 64")):
+        with pytest.raises(ValueError, match=message):
+            grow(a_gpt(tmp_path / name, layers, dim), tmp_path / "shallow")
 
 
 def test_training_reads_as_the_model_does(tmp_path):
@@ -121,11 +116,6 @@ def test_a_near_code_is_nearly_as_good(tmp_path):
 def test_what_is_missing_is_named(tmp_path, arguments, message):
     result = CliRunner().invoke(main, [*arguments, *(["--runs", str(tmp_path)] if arguments != ["paint"] else [])])
     assert result.exit_code == 2 and message in result.output
-
-
-def test_a_run_has_one_length_or_none(tmp_path):
-    with pytest.raises(ValueError, match="set at most one of minutes and steps, got minutes=1, steps=2"):
-        TrainingRun(tmp_path, nn.Linear(1, 1), lr=0.1, weight_decay=0, minutes=1, steps=2)
 
 
 @pytest.mark.parametrize("broken_at", [3, 8])
@@ -173,12 +163,20 @@ def test_the_rate_is_constant_and_then_falls(tmp_path):
     assert rates(a_run(tmp_path / "endless", None), stop=30) == [0.1] * 30
 
 
-def test_a_run_without_an_end_goes_on_and_can_be_ended(tmp_path, capsys):
-    run = a_run(tmp_path, None)
+def interrupted(run, at):
+    """The steps of a run that Ctrl-C ends in this one."""
+    steps, before = [], signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         for step in run:
-            if step == 6:
+            if step == at:
                 os.kill(os.getpid(), signal.SIGINT)
+            steps.append(step)
+    assert signal.getsignal(signal.SIGINT) is before
+    return steps
+
+
+def test_a_run_without_an_end_goes_on_and_can_be_ended(tmp_path, capsys):
+    assert interrupted(a_run(tmp_path, None), at=6) == [*range(7)]
     assert "To end the run, give more than its 0.0 minutes as --minutes, or more than its 7 steps as --steps" in (
         " ".join(capsys.readouterr().err.split()))
     assert a_run(tmp_path, None).step == 7
@@ -260,6 +258,8 @@ def test_a_fall_over_steps_is_not_one_over_minutes(tmp_path):
     [*TrainingRun(tmp_path, nn.Linear(1, 1), minutes=None, steps=10, **arguments)]
     run = TrainingRun(tmp_path, nn.Linear(1, 1), minutes=10.0, steps=None, **arguments)
     assert run.step == 8 and rates(run, stop=20) == [0.1] * 12
+    with pytest.raises(ValueError, match="set at most one of minutes and steps, got minutes=1, steps=2"):
+        TrainingRun(tmp_path, nn.Linear(1, 1), minutes=1, steps=2, **arguments)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
@@ -269,12 +269,6 @@ def test_a_short_run_can_be_ended_twice(tmp_path, steps):
     assert [*a_run(tmp_path, steps + 1)] == [steps]
 
 
-def test_the_tokenizer_needs_a_length(tmp_path):
-    pictures(tmp_path / "data")
-    result = run("tokenizer", "--runs", tmp_path)
-    assert result.exit_code == 2 and "minutes or steps must be set" in result.output
-
-
 @pytest.mark.parametrize("room", [500, 2000])
 def test_on_a_full_disk_the_last_checkpoint_stays(tmp_path, room):
     [*a_run(tmp_path, 10)]
@@ -282,17 +276,16 @@ def test_on_a_full_disk_the_last_checkpoint_stays(tmp_path, room):
     with full_disk(room), pytest.raises(OSError, match="File too large.*checkpoint.pt"):
         [*a_run(tmp_path, 20)]
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_a_line_of_the_log_on_a_full_disk_names_it(tmp_path):
-    run = a_run(tmp_path, 1)
     with full_disk(10), pytest.raises(OSError, match="File too large.*log.jsonl"):
-        run.log(loss=1 / 3)
+        a_run(tmp_path / "other", 1).log(loss=1 / 3)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4aaaaaaaa", b"x" * 100])
 def test_hurt_pictures_are_one_line_and_status_2(content, tmp_path):
+    """And if they are not hurt, the tokenizer needs a length."""
     pictures(tmp_path / "data")
+    result = run("tokenizer", "--runs", tmp_path)
+    assert result.exit_code == 2 and "minutes or steps must be set" in result.output
     (tmp_path / "data" / "pictures.npz").write_bytes(content)
     result = run("tokenizer", "--runs", tmp_path, "--steps", 1)
     assert result.exit_code == 2 and result.output.count("\n") == 1, result.output
@@ -301,23 +294,16 @@ def test_hurt_pictures_are_one_line_and_status_2(content, tmp_path):
 
 
 def test_ctrl_c_ends_a_run_after_its_step_and_keeps_it(tmp_path, capsys):
-    before = signal.getsignal(signal.SIGINT)
-    run, steps = TrainingRun(tmp_path, nn.Linear(1, 1), lr=0.1, weight_decay=0, minutes=None, steps=5), []
-    with pytest.raises(KeyboardInterrupt):
-        for step in run:
-            if step == 2:
-                os.kill(os.getpid(), signal.SIGINT)
-            steps.append(step)
-    assert steps == [0, 1, 2] and signal.getsignal(signal.SIGINT) is before
+    assert interrupted(a_run(tmp_path, 5), at=2) == [0, 1, 2]
     said = capsys.readouterr().err
     assert "ending after this step" in said and "the same command goes on from here" in said
-    assert [*TrainingRun(tmp_path, nn.Linear(1, 1), lr=0.1, weight_decay=0, minutes=None, steps=5)] == [3, 4]
+    assert [*a_run(tmp_path, 5)] == [3, 4]
 
 
 def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path):
     before, steps = signal.getsignal(signal.SIGINT), []
     with pytest.raises(KeyboardInterrupt):
-        for step in TrainingRun(tmp_path, nn.Linear(1, 1), lr=0.1, weight_decay=0, minutes=None, steps=5):
+        for step in a_run(tmp_path, 5):
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
             steps.append(step)
