@@ -238,9 +238,9 @@ class Actor:
             yield None if request.index in self.poison else Picture(request, b"", 1, 1.0, 8)
 
 
-def crew(num_requests, num_workers, poison=(), batch=2):
+def crew(num_requests, num_workers, poison=()):
     """A crew on something that does as Ray does, and the shares that it hands out."""
-    order, kept, said = [], [], []
+    order = []
 
     def get(what):
         if what is None:
@@ -251,51 +251,49 @@ def crew(num_requests, num_workers, poison=(), batch=2):
                           exceptions=SimpleNamespace(RayError=Ended))
     numbers = itertools.count()
     requests = [PictureRequest(i, i, f"prompt {i}", i) for i in range(num_requests)]
-    it = Crew(ray, num_workers, lambda: Seat(Actor(poison, order), (f"worker {next(numbers)}", None)), requests, batch)
-    return it, order, kept, said
+    return Crew(ray, num_workers, lambda: Seat(Actor(poison, order), (f"worker {next(numbers)}", None)), requests,
+                2), order
+
+
+def drawn(*arguments):
+    """What a crew has lost, the shares that it handed out, the requests of the pictures that it kept, what it said."""
+    (it, order), begun, kept, said = crew(*arguments), [], [], []
+    it.draw(lambda: begun.append(True), kept.append, said.append)
+    assert begun == [True]
+    return it.lost, order, sorted(picture.request.index for picture in kept), said
 
 
 def test_shares_get_smaller_so_that_workers_end_together():
-    it, order, kept, said = crew(40, 2)
-    begun = []
-    it.draw(lambda: begun.append(True), kept.append, said.append)
+    lost, order, kept, said = drawn(40, 2)
     assert [len(share) for share in order] == [8, 8, 6, 5, 4, 3, 2, 1, 1, 1, 1]
-    assert [i for share in order for i in share] == sorted(picture.request.index for picture in kept) == [*range(40)]
-    assert begun == [True] and not it.lost and not said
+    assert [i for share in order for i in share] == kept == [*range(40)] and not lost and not said
 
 
 def test_what_a_worker_did_not_finish_is_drawn_again_one_by_one():
-    it, order, kept, said = crew(8, 1, poison=[1])
-    it.draw(lambda: None, kept.append, said.append)
+    lost, order, kept, said = drawn(8, 1, [1])
     assert order == [[0, 1, 2, 3], [4, 5], [6], [7], [1], [2], [3], [1]]
-    assert {picture.request.index for picture in kept} == {0, 2, 3, 4, 5, 6, 7}
-    assert it.lost == {1: "its process ended"}
+    assert kept == [0, 2, 3, 4, 5, 6, 7] and lost == {1: "its process ended"}
     assert said == [f"worker worker {n} is replaced: its process ended" for n in (0, 1, 2)]
 
 
-def test_workers_that_all_end_are_not_replaced_for_ever():
-    it, order, kept, said = crew(30, 2, poison=range(3, 30))
-    it.draw(lambda: None, kept.append, said.append)
+def test_workers_that_end_are_replaced_but_not_for_ever():
+    lost, _, kept, said = drawn(12, 1, [1, 4, 7, 10])
+    assert len(said) > workers.DEATHS and set(lost) == {1, 4, 7, 10} and len(kept) == 8
+    lost, _, kept, said = drawn(30, 2, range(3, 30))
     assert len(said) == workers.DEATHS * 2 and said[-1].startswith("10 workers ended one after the other without a")
-    assert set(it.lost) == set(range(3, 30)) and len(kept) == 3
-
-
-def test_workers_that_end_now_and_then_are_always_replaced():
-    it, order, kept, said = crew(12, 1, poison=[1, 4, 7, 10])
-    it.draw(lambda: None, kept.append, said.append)
-    assert len(said) > workers.DEATHS and set(it.lost) == {1, 4, 7, 10} and len(kept) == 8
+    assert set(lost) == set(range(3, 30)) and len(kept) == 3
 
 
 def test_what_a_worker_says_of_the_input_ends_the_command():
-    it, order, kept, said = crew(2, 2)
+    it, _ = crew(2, 2)
     for seat in it.seats:
         seat.pending = ("1", "prompts.txt, line 7: unknown words")
     with pytest.raises(ValueError, match="prompts.txt, line 7: unknown words"):
-        it.draw(lambda: pytest.fail("nothing is right yet"), kept.append, said.append)
+        it.draw(lambda: pytest.fail("nothing is right yet"), None, None)
 
 
 def test_the_reason_of_an_error_is_its_first_line():
-    it, *_, said = crew(2, 1)
+    (it, _), said = crew(2, 1), []
     error = Ended()
     error.cause = RuntimeError("out of memory\nand more")
     seat = it.seats[0]

@@ -1,6 +1,5 @@
 """Exit statuses: what fails is one line on stderr and a status, and no traceback, at any moment."""
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import torch
 from click.testing import CliRunner
 
 from specvis.cli.commands import Commands
-from specvis.cli.main import main
 
 PROGRAM = [sys.executable, "-m", "specvis"]
 
@@ -39,6 +37,7 @@ def failing(error):
     (MemoryError(), 3, "Error: memory was refused"),
     (MemoryError("of 8 TB"), 3, "Error: memory was refused: of 8 TB"),
     (torch.OutOfMemoryError("CUDA out of memory.\nTried"), 3, "Error: memory was refused: CUDA out of memory."),
+    (EOFError("No data left in file"), 2, "Error: an input ends too early: No data left in file"),
     (KeyboardInterrupt(), 130, "Aborted!"),
     (BrokenPipeError(32, "Broken pipe"), 141, ""),
 ])
@@ -46,10 +45,6 @@ def test_what_fails_is_one_line_and_a_status(error, status, line):
     result = failing(error)
     assert (result.exit_code, result.stderr.strip()) == (status, line)
     assert result.stdout == ""
-
-
-def test_without_a_command_there_is_the_help():
-    assert "\nCommands:\n" in CliRunner().invoke(main, []).output
 
 
 def test_memory_that_torch_refuses_is_one_line():
@@ -66,7 +61,7 @@ def test_a_fault_of_the_programs_own_keeps_its_traceback():
 
 
 @pytest.mark.parametrize("command", ["methods", "--help"])
-def test_a_full_disk_or_a_reader_that_went(command):
+def test_a_full_disk_or_a_reader_that_went_or_a_closed_stdout(command):
     with open("/dev/full", "w") as full:
         said = subprocess.run([*PROGRAM, command], stdout=full, stderr=subprocess.PIPE, text=True)
     assert (said.returncode, said.stderr) == (3, "Error: No space left on device\n")
@@ -75,25 +70,10 @@ def test_a_full_disk_or_a_reader_that_went(command):
     said = subprocess.run([*PROGRAM, command], stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (said.returncode, said.stderr) == (141, "")
-
-
-def test_a_closed_stdout_is_no_error():
-    said = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *PROGRAM, "methods"], stderr=subprocess.PIPE, text=True)
+    said = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *PROGRAM, command], stderr=subprocess.PIPE, text=True)
     assert (said.returncode, said.stderr) == (0, "")
-
-
-def test_a_file_that_ends_too_early_is_no_interruption():
-    result = failing(EOFError("No data left in file"))
-    assert result.exit_code == 2 and result.output == "Error: an input ends too early: No data left in file\n"
 
 
 def answer_interruptions():
     """A command that a script has put in the background is deaf to Ctrl-C, and so is what it starts."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def test_methods_tells_of_one_method():
-    result = CliRunner().invoke(main, ["methods", "lantern:k=30"])
-    assert result.exit_code == 0 and re.search("^k +30 +nearest codes", result.output, re.M)
-    assert "eagle1" not in result.output and "continuous" not in result.output
-    assert CliRunner().invoke(main, ["methods", "no-such"]).exit_code == 2
