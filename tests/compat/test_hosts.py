@@ -198,13 +198,6 @@ def test_ids_that_a_forward_masks_are_reported(dtype):
     assert model.generate(PROMPT, logits_processor=beside, **RANDOM)[0, -1] == 14
 
 
-def test_a_loop_that_does_not_double_its_rows_is_told_so():
-    model, two = model_of("Llama", **LLAMA), PROMPT.repeat(2, 1)
-    with pytest.raises(ValueError, match="scores must have two rows a prompt, with and without the condition, got 2 "
-                       "for 2 prompts .for a loop that does not double them: doubled=False"):
-        model.generate(two, logits_processor=[GuidedProbsProcessor(3.0)], **RANDOM)
-
-
 # --- what a model adds to a prompt, or a caller to a model ---
 
 class Tuned:
@@ -248,19 +241,16 @@ def test_positions_of_the_callers_own_are_refused(family):
             jacobi_generate(model, PROMPT, **{name: value})
 
 
-@pytest.mark.parametrize("options, message", [
-    (dict(attention_mask=torch.tensor([[1, 1, 1, 1, 1, 1, 0]])), "attention_mask must be padded on the left, got one"),
-    (dict(unconditional_ids=torch.tensor([[1, 7]]), unconditional_mask=torch.tensor([[1, 0]]), guidance=2.0),
-     "unconditional_mask must be padded on the left"),
-    (dict(penalty_alpha=0.6, top_k=4), "needs greedy decoding or sampling, got contrastive_search"),
-])
-def test_what_a_call_asks_for_is_done_or_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        by_generate(model_of("Llama", **LLAMA), custom_generate=jacobi_generate, **options)
-
-
-def test_a_call_without_generate_reads_the_config_or_refuses():
+def test_what_a_call_asks_for_is_done_or_refused():
+    """By generate, and without it: then the config alone is read."""
     model, config = model_of("Llama", **LLAMA), transformers.GenerationConfig
+    for options, message in (
+            (dict(attention_mask=torch.tensor([[1, 1, 1, 1, 1, 1, 0]])), "attention_mask must be padded on the left, "),
+            (dict(unconditional_ids=torch.tensor([[1, 7]]), unconditional_mask=torch.tensor([[1, 0]]), guidance=2.0),
+             "unconditional_mask must be padded on the left"),
+            (dict(penalty_alpha=0.6, top_k=4), "needs greedy decoding or sampling, got contrastive_search")):
+        with pytest.raises(ValueError, match=message):
+            by_generate(model, custom_generate=jacobi_generate, **options)
     assert jacobi_generate(model, PROMPT, generation_config=config(max_new_tokens=5)).shape == (1, 12)
     with pytest.raises(ValueError, match="generate, which makes logits processors, for min_p, repetition_penalty"):
         jacobi_generate(model, PROMPT, generation_config=config(min_p=0.1, repetition_penalty=1.5))
@@ -379,13 +369,6 @@ def test_grids_as_processors_and_people_write_them():
             Emu3(model, 7, grid, [1, 7])
 
 
-def test_janus_without_a_padding_id():
-    model = janus_model(0)
-    model.generation_config.pad_token_id = None
-    with pytest.raises(ValueError, match="generation_config.bos_token_id and pad_token_id.*, got 1 and None .set"):
-        JanusPro(model, 7)
-
-
 def test_offloaded_weights_are_read_where_their_hooks_bring_them():
     """As accelerate's cpu_offload: weights are on `meta` but for the time of a module's forward."""
     model = model_of("Llama", **LLAMA)
@@ -395,15 +378,16 @@ def test_offloaded_weights_are_read_where_their_hooks_bring_them():
         if not kept:
             continue
         module._hf_hook = types.SimpleNamespace(execution_device="cpu")
+        away = {name: torch.nn.Parameter(weight.to("meta")) for name, weight in kept.items()}
 
-        def forward(*args, module=module, kept=kept, own=module.forward, **named):
+        def forward(*args, module=module, kept=kept, away=away, own=module.forward, **named):
             module._parameters.update(kept)
             out = own(*args, **named)
-            module._parameters.update({n: torch.nn.Parameter(p.to("meta")) for n, p in kept.items()})
+            module._parameters.update(away)
             return out
 
         module.forward = forward
-        module._parameters.update({n: torch.nn.Parameter(p.to("meta")) for n, p in kept.items()})
+        module._parameters.update(away)
     assert torch.equal(image_of(target_of(model), decode), wanted)
 
 

@@ -12,14 +12,11 @@ from specvis.models.kl_vae import KL, KLConfig
 from specvis.models.mar import MAR, SIZES, MARConfig, class_config, scheduled_guidance
 from specvis.models.words import Words
 from specvis.pipelines.checkpoint import CheckpointError, load_weights
+from tests.models.test_models import parameters
 from tests.tiny import TINY
 
 PUBLISHED = {"B": (208, 35.7), "L": (479, 72.2), "H": (943, 151.2)}  # millions: all rounded up, of them DiffLoss
 TINY_KL = KLConfig(channels=8, multipliers=(1, 2), residual_blocks=1, z_channels=3, groups=4)
-
-
-def parameters(module):
-    return sum(p.numel() for p in module.parameters())
 
 
 def stirred(module, seed=0):
@@ -354,11 +351,9 @@ def test_official_checkpoints(tmp_path):
     ((2, 16, 4), (2, 16), (3, 32), r"condition must be \(R=2, 32\)"),
 ])
 def test_mismatched_tokens(tokens, is_known, condition, message):
+    """And a mask that is none, and captions of another width."""
     with pytest.raises(ValueError, match=message):
         mar()(torch.zeros(tokens), torch.zeros(is_known, dtype=torch.bool), torch.zeros(condition))
-
-
-def test_is_known_is_a_mask_and_captions_have_their_width():
     with pytest.raises(ValueError, match=r"is_known must be bool \(R=2, L=16\), got torch.float32 \(2, 16\)"):
         mar()(torch.zeros(2, 16, 4), torch.zeros(2, 16), torch.zeros(2, 32))
     with pytest.raises(ValueError, match=r"caption features must be \(R, S, 8\), got \(2, 3, 9\)"):

@@ -276,6 +276,7 @@ def test_padding_of_a_caption_changes_nothing():
 
 
 def test_tokenizer_round_trip_keeps_shapes_and_codes_are_unit():
+    """A code decodes as its unit vector."""
     vq = tiny_pipeline().tokenizer
     tokens = vq.encode(torch.rand(3, 3, 8, 8) * 2 - 1)
     assert tokens.shape == (3, 16) and tokens.dtype == torch.int64
@@ -283,10 +284,6 @@ def test_tokenizer_round_trip_keeps_shapes_and_codes_are_unit():
     assert torch.allclose(vq.codebook().norm(dim=-1), torch.ones(64))
     with pytest.raises(ValueError, match=r"images must be \(B, 3, H, W\), H and W multiples of 2, got \(1, 3, 7, 8\)"):
         vq.encode(torch.zeros(1, 3, 7, 8))
-
-
-def test_a_code_decodes_alone_as_its_unit_vector():
-    vq = tiny_pipeline().tokenizer
     before = vq.decode(torch.arange(16)[None])
     vq.quantize.embedding.weight.data *= 3
     assert torch.allclose(vq.decode(torch.arange(16)[None]), before, atol=1e-6)
@@ -297,31 +294,25 @@ def test_prompt_words():
     assert words.encode(["red heart", "heart"]).tolist() == [[2, 3, 2], [3, 3, 3]]
     with pytest.raises(UnknownWords, match=r"'hart' \(near: heart\), 'xyzzy' \(nothing near it; specvis info --words"):
         words.encode(["red hart xyzzy"])
-    with pytest.raises(ValueError, match="1 to 3 words, style included, got 4"):
-        words.encode(["red red red heart"])
-    with pytest.raises(ValueError, match="got 0"):
-        words.encode([""])
+    for prompt, count in (("red red red heart", 4), ("", 0)):
+        with pytest.raises(ValueError, match=f"1 to 3 words, style included, got {count}"):
+            words.encode([prompt])
 
 
 def test_a_checkpoint_of_another_model_names_the_tensor(tmp_path):
     config = GPTConfig(dim=32, layers=1, heads=2, vocabulary=64, grid=4, classes=10, ffn_multiple=16)
     gpt = GPT(config)
     torch.save({"model": gpt.state_dict()}, tmp_path / "official.pt")           # as the official files are wrapped
-    load_weights(GPT(config), tmp_path / "official.pt")
-    with pytest.raises(CheckpointError, match=r"embedding_table.weight must be \(11, 64\), got \(11, 32\)"):
-        load_weights(GPT(dataclasses.replace(config, dim=64)), tmp_path / "official.pt")
-    with pytest.raises(CheckpointError, match="lacks layers.1.attention.wqkv.weight"):
-        load_weights(GPT(dataclasses.replace(config, layers=2)), tmp_path / "official.pt")
     save_file({"other": torch.zeros(1)}, tmp_path / "foreign.safetensors")
-    with pytest.raises(CheckpointError, match="lacks cls_embedding"):
-        load_weights(gpt, tmp_path / "foreign.safetensors")
     save_file(gpt.state_dict() | {"extra": torch.zeros(1)}, tmp_path / "more.safetensors")
-    with pytest.raises(CheckpointError, match="it holds extra"):
-        load_weights(gpt, tmp_path / "more.safetensors")
-
-
-def test_what_is_no_checkpoint_is_said_without_advice_to_run_its_code(tmp_path):
-    for content in (b"hello", b"\x89PNG\r\n\x1a\n" + bytes(100)):
+    load_weights(GPT(config), tmp_path / "official.pt")
+    for changes, file, message in (
+            ({"dim": 64}, "official.pt", r"embedding_table.weight must be \(11, 64\), got \(11, 32\)"),
+            ({"layers": 2}, "official.pt", "lacks layers.1.attention.wqkv.weight"),
+            ({}, "foreign.safetensors", "lacks cls_embedding"), ({}, "more.safetensors", "it holds extra")):
+        with pytest.raises(CheckpointError, match=message):
+            load_weights(GPT(dataclasses.replace(config, **changes)), tmp_path / file)
+    for content in (b"hello", b"\x89PNG\r\n\x1a\n" + bytes(100)):  # nobody is advised to run code in it
         (tmp_path / "file.pt").write_bytes(content)
         with pytest.raises(CheckpointError, match=r"file.pt cannot be read \(truncated, or not a checkpoint\?\)$"):
             read_weights(tmp_path / "file.pt")

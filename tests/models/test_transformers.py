@@ -49,10 +49,12 @@ PROMPTS = [[1, 20, 21, 7], [1, 22, 23, 24, 25, 26, 7], [1, 27, 7]]
 
 
 def test_a_model_without_janus_ids_is_refused():
-    model = janus_model(0)
-    model.generation_config.generation_kwargs = None
-    with pytest.raises(ValueError, match="model must be a JanusForConditionalGeneration with generation_config"):
-        JanusPro(model, S)
+    for name, message in (("pad_token_id", "generation_config.bos_token_id and pad_token_id.*, got 1 and None .set"),
+                          ("generation_kwargs", "must be a JanusForConditionalGeneration with generation_config")):
+        model = janus_model(0)
+        setattr(model.generation_config, name, None)
+        with pytest.raises(ValueError, match=message):
+            JanusPro(model, S)
 
 
 @pytest.fixture(scope="module")
@@ -229,15 +231,14 @@ def test_every_method_draws_what_transformers_alone_would(targets, family):
 def test_greedy_janus_is_its_own_generate(targets):
     target = targets("janus")
     ids, is_real = target.padded(PROMPTS)
-    own = target.model.generate(input_ids=torch.where(is_real, ids, 0), attention_mask=is_real.long(), do_sample=False,
-                                generation_mode="image", guidance_scale=3.0, use_cache=True)
+    arguments = dict(input_ids=torch.where(is_real, ids, 0), attention_mask=is_real.long(), do_sample=False,
+                     generation_mode="image", guidance_scale=3.0, use_cache=True)
+    own = target.model.generate(**arguments)
     assert torch.equal(decode(target, *target.condition(ids, is_real), sampling(0.0, 3.0)).tokens, own)
     assert len(own.unique()) > 2
     target.use_tree_attention()  # what else uses the model does not notice
-    again = target.model.generate(input_ids=torch.where(is_real, ids, 0), attention_mask=is_real.long(),
-                                  do_sample=False, generation_mode="image", guidance_scale=3.0, use_cache=True)
+    assert torch.equal(target.model.generate(**arguments), own)
     target.decoder.set_attn_implementation("sdpa")
-    assert torch.equal(again, own)
 
 
 def test_greedy_emu3_is_its_own_generate(targets):
@@ -412,23 +413,16 @@ def test_changed_layers_are_read_by_modules(targets):
         target.packing = None
 
 
-class Twice(torch.nn.Module):
-    def __init__(self, attention):
+class Wrapped(torch.nn.Module):
+    """Twice what a linear layer gives, or the first of what attention gives."""
+
+    def __init__(self, layer):
         super().__init__()
-        self.attention = attention
+        self.layer = layer
 
     def forward(self, *args, **kwargs):
-        attended, *others = self.attention(*args, **kwargs)
-        return 2 * attended, *others
-
-
-class Wrapped(torch.nn.Module):
-    def __init__(self, linear):
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, x):
-        return 2 * self.linear(x)
+        out = self.layer(*args, **kwargs)
+        return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
 
 
 def with_bias(linear):
@@ -439,7 +433,7 @@ def with_bias(linear):
     lambda d: with_bias(d.layers[1].mlp.gate_proj),
     lambda d: with_bias(d.layers[0].self_attn.k_proj),
     lambda d: setattr(d.layers[0].mlp, "up_proj", Wrapped(d.layers[0].mlp.up_proj)),
-    lambda d: setattr(d.layers[0], "self_attn", Twice(d.layers[0].self_attn)),
+    lambda d: setattr(d.layers[0], "self_attn", Wrapped(d.layers[0].self_attn)),
     lambda d: d.register_forward_hook(lambda module, inputs, output: output.__class__(output.last_hidden_state + 1)),
     lambda d: d.rotary_emb.register_forward_hook(lambda module, inputs, output: (output[1], output[0])),
     lambda d: setattr(d.layers[1].self_attn, "scaling", 3.0),
