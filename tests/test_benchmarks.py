@@ -102,6 +102,13 @@ def test_bytes_that_must_move():
         k[:, :columns].nbytes + v[:, :columns].nbytes + 2 * q.nbytes
 
 
+def subject_of(name, grid=4, prompts=("red heart",)):
+    """Random weights of another size, beside a recorder of the tiny model."""
+    config = GPTConfig(dim=32, layers=1, heads=2, vocabulary=64, grid=grid, classes=10, ffn_multiple=16)
+    recorder = decode.Recorder(tiny_pipeline(), list(prompts), WIDE)
+    return decode.Subject.random(name, config, recorder, "cpu", torch.float32), recorder
+
+
 def run_main(module, monkeypatch, *arguments):
     """Run a benchmark's command; its exit status."""
     monkeypatch.setattr("sys.argv", [module.__name__, *map(str, arguments)])
@@ -176,6 +183,11 @@ def test_a_wrong_argument_is_named(module, arguments, message, monkeypatch, caps
     assert run_main(module, monkeypatch, *arguments) == 2 and message in capsys.readouterr().err
 
 
+def test_oracles_are_not_timed_as_decoding(monkeypatch):
+    monkeypatch.setattr(specvis_kernels, "backends", lambda name, device="cpu": ["oracle"])
+    assert "has no kernels for cpu: in a clone, build them with" in run_main(decode, monkeypatch, "--device", "cpu")
+
+
 def test_smoke_finds_what_is_wrong(monkeypatch, capsys):
     """A wrong result, one that changes, and an op that does not end. The others are tried all the same."""
     right, num_masks = specvis_kernels.tree_mask, 0
@@ -199,11 +211,6 @@ def test_smoke_finds_what_is_wrong(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert said.endswith("wrong: tree_mask\n") and "tree_mask, watched:\ntried tree_mask ('compute-san" in said
     assert said.count("tried") == len(cases.CASES) + 1
-
-
-def test_oracles_are_not_timed_as_decoding(monkeypatch):
-    monkeypatch.setattr(specvis_kernels, "backends", lambda name, device="cpu": ["oracle"])
-    assert "has no kernels for cpu: in a clone, build them with" in run_main(decode, monkeypatch, "--device", "cpu")
 
 
 def test_what_a_part_calls_is_timed_once_and_ops_are_put_back():
@@ -237,20 +244,16 @@ def test_a_record_says_where_the_time_of_a_picture_goes():
 
 @pytest.mark.parametrize("text", ["jacobi:window=4", "eagle1", "eagle2:width=4", "lantern:k=6:delta=0.4:width=4"])
 def test_random_weights_accept_what_was_recorded(text):
-    recorder = decode.Recorder(tiny_pipeline(), ["red heart", "blue heart", "plain heart"], WIDE)
-    method, prompts = parse_method(text), 3
-    config = GPTConfig(dim=32, layers=1, heads=2, vocabulary=64, grid=4, classes=10, ffn_multiple=16)
-    subject = decode.Subject.random("B", config, recorder, dtype=torch.float32)
+    subject, recorder = subject_of("B", prompts=["red heart", "blue heart", "plain heart"])
+    method = parse_method(text)
     assert recorder(method).num_accepted.max() > 0
     for contender in decode.contenders_of([method]):
-        run = decode.run(subject, contender, prompts, 0)
+        run = decode.run(subject, contender, 3, 0)
         assert run.tau == pytest.approx(recorder.tau(method)), contender.name
 
 
 def test_steps_of_larger_sizes_are_timed_in_the_middle_of_pictures(tmp_path):
-    config = GPTConfig(dim=32, layers=1, heads=2, vocabulary=64, grid=4, classes=10, ffn_multiple=16)
-    recorder = decode.Recorder(tiny_pipeline(), ["red heart"], WIDE)
-    subject = decode.Subject.random("L", config, recorder, dtype=torch.float32)
+    subject, _ = subject_of("L")
     methods, threads = decode.timed_methods(["vanilla", "lantern:k=6:width=3:nodes=8"]), torch.get_num_threads()
     records = decode.measure(subject, methods, 2, 0, lambda text: None, ("fast", "eager"))
     assert {r["timed"] for r in records} == {"steps"} and all(r["times_eager"] > 0 for r in records)
@@ -285,9 +288,7 @@ def test_steps_on_a_gpu_are_counted_and_its_graphs_captured_before(monkeypatch):
     looks, clock = [], SimpleNamespace(is_cuda=True, now=lambda: looks.append(1) or len(looks))
     monkeypatch.setattr(decode, "Clock", lambda device: clock)
     monkeypatch.setitem(POLL, "cpu", 4)
-    config = GPTConfig(dim=32, layers=1, heads=2, vocabulary=64, grid=8, classes=10, ffn_multiple=16)
-    subject = decode.Subject.random("B", config, decode.Recorder(tiny_pipeline(), ["red heart"], WIDE), "cpu",
-                                    torch.float32)
+    subject, _ = subject_of("B", grid=8)
     for contender in decode.contenders_of(decode.timed_methods(["vanilla", "lantern:k=6:width=3:nodes=8"])):
         looks.clear()
         run = decode.run(subject, contender, 2, 0, max_steps=6)
@@ -374,6 +375,11 @@ def test_the_gpu_script_stops_where_an_op_is_wrong(gpu_script):
     assert gpu_script("smoke", "ops", SMOKE="1")[2] == {"smoke": "failed: 1", "ops": "ok"}  # another reason
 
 
+def test_the_gpu_script_ends_in_time(gpu_script):
+    status, said, parts = gpu_script("memcheck", "decode", LIMIT="12", HANGS="1")
+    assert status == 1 and parts == {"build": "ok", "decode": "out of time", "memcheck": "no time left"}
+
+
 @pytest.mark.parametrize("name, value, message", [
     ("LIMIT", "10m", "LIMIT must be seconds, got 10m"), ("OUT", "/proc/x", "OUT=/proc/x is no folder to write to"),
     ("BEFORE", "nowhere", "BEFORE=nowhere is no folder")])
@@ -381,11 +387,6 @@ def test_a_wrong_variable_of_the_gpu_script_is_named(name, value, message):
     done = subprocess.run(["bash", "benchmarks/gpu.sh", "build"], cwd=harness.ROOT, env=os.environ | {name: value},
                           capture_output=True, text=True)
     assert done.returncode == 2 and message in done.stdout
-
-
-def test_the_gpu_script_ends_in_time(gpu_script):
-    status, said, parts = gpu_script("memcheck", "decode", LIMIT="12", HANGS="1")
-    assert status == 1 and parts == {"build": "ok", "decode": "out of time", "memcheck": "no time left"}
 
 
 def test_a_library_for_a_gpu_is_built_without_one_and_travels(gpu_script, tmp_path):

@@ -92,13 +92,10 @@ def test_the_table_of_ops_is_the_truth():
         assert kernels == {3: "all", 0: "none"}.get(len(there), ", ".join(there)), name
 
 
-def test_the_readme_names_every_op_once():
+def test_every_op_is_named_once_and_explained():
+    """Its heading on the page has its docstring, which tests/laws/test_docstrings.py runs."""
     groups = README[README.index("| for | ops |"):].partition("\n\n")[0]
     assert sorted(re.findall(r"`(\w+)`", groups)) == sorted(PUBLIC)
-
-
-def test_every_op_is_explained():
-    """Its heading on the page has its docstring, which tests/laws/test_docstrings.py runs."""
     page = (DOCS / "ops.md").read_text()
     explained = re.findall(r"^### (\w+)\n\n(?:!?\S.*\n\n)*::: specvis_kernels\.\1\.\1$", page, re.M)
     assert sorted(explained) == sorted(PUBLIC)
@@ -113,13 +110,10 @@ def test_what_a_page_takes_from_the_source_is_there(page):
         assert getattr(import_module(module), name).__doc__, f"{module}.{name}"
 
 
-def test_every_command_is_in_the_table_of_the_design():
+def test_every_command_method_and_setting_is_in_the_tables():
+    """The README names all but the baseline; a method's row says whether it is lossless."""
     row, = re.findall(r"^\| `cli/` \| the commands: (.*) \|$", (DOCS / "design.md").read_text(), re.MULTILINE)
     assert sorted(row.split(", ")) == sorted(f"`{name}`" for name in main.list_commands(None))
-
-
-def test_every_method_and_every_setting_is_in_the_tables():
-    """The README names all but the baseline; a method's row says whether it is lossless."""
     table = (DOCS / "methods.md").read_text()
     for name, method in METHODS.items():
         assert method.is_baseline or f"`{name}`" in README, name
@@ -159,13 +153,10 @@ def test_all_that_is_said_to_be_deterministic_has_a_test():
         assert "::test_" in row, row
 
 
-def test_the_site_lists_every_page():
+def test_the_site_lists_every_page_and_pages_show_every_drawing():
     nav = re.search(r"^nav:\n((?: +- .*\n)+)", (ROOT / "mkdocs.yml").read_text(), re.M)[1]
     listed = re.findall(r": (\S+\.md)$", nav, re.M)
     assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in PAGES)
-
-
-def test_every_drawing_is_shown():
     drawings = {path.stem for path in (DOCS / "drawings").glob("*.svg")}
     shown = {match for page in PAGES for match in re.findall(r"!\[[^]]+\]\(drawings/(\w+)\.svg\)", page.read_text())}
     assert shown == drawings
@@ -180,10 +171,9 @@ def test_the_tables_are_the_files():
 
 
 def test_only_blocks_with_a_table_are_written():
-    page = "1.0\n<!-- table: new -->\n<!-- end -->\n2.0\n<!-- table: old -->\n| 3.0 |\n<!-- end -->\n"
-    new = "1.0\n<!-- table: new -->\n| 4.0 |\n<!-- end -->\n2.0\n<!-- table: old -->\n| 3.0 |\n<!-- end -->\n"
-    assert tables.written(page, {"new": lambda: "| 4.0 |"}) == new
-    assert tables.written(new, {"new": lambda: "| 4.0 |"}) == new
+    page = "1.0\n<!-- table: new -->\n{}<!-- end -->\n2.0\n<!-- table: old -->\n| 3.0 |\n<!-- end -->\n"
+    for before in ("", "| 4.0 |\n"):
+        assert tables.written(page.format(before), {"new": lambda: "| 4.0 |"}) == page.format("| 4.0 |\n")
 
 
 @pytest.mark.parametrize("path", tables.DOCUMENTS, ids=name_of)

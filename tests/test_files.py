@@ -11,15 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from torch import nn
 
 from specvis import files
-from specvis.cli.main import main
+from tests.cli.conftest import run
 from tests.tiny import save_models
 from training.run import TrainingRun
-
-PROMPTS = ["red heart", "blue heart"]
 
 
 def names(folder):
@@ -48,6 +45,9 @@ def test_a_link_stays_one_and_a_file_keeps_its_mode(tmp_path):
     files.write_whole(link, b"newer")
     assert link.is_symlink() and goal.read_bytes() == b"newer" and goal.stat().st_mode & 0o777 == 0o600
     assert names(tmp_path) == ["a.png", "far"] and names(goal.parent) == ["a.png"]
+    long = tmp_path / ("ä" * 125 + ".png")
+    files.write_whole(long, b"1")
+    assert names(tmp_path) == ["a.png", "far", long.name]
 
 
 def test_what_is_no_file_is_not_replaced(tmp_path):
@@ -85,12 +85,6 @@ def test_two_writers_of_a_file_do_not_meet(tmp_path):
     other_ended.set()
     first.join()
     assert path.read_bytes() == b"A" * 2000 and names(tmp_path) == ["a.bin"]
-
-
-def test_a_long_name_can_be_written(tmp_path):
-    path = tmp_path / ("ä" * 125 + ".png")
-    files.write_whole(path, b"1")
-    assert names(tmp_path) == [path.name]
 
 
 def test_what_belongs_together_is_replaced_together(tmp_path, monkeypatch):
@@ -148,7 +142,7 @@ def test_one_command_at_a_time_writes_to_a_folder(tmp_path):
     process = holder(out)
     try:
         for command in commands:
-            result = CliRunner().invoke(main, [*command, "--out", str(out), "--model", str(model)])
+            result = run(*command, "--out", out, "--model", model)
             assert result.exit_code == 2 and result.stderr == (
                 f"Error: out must be a folder that no other command writes to, but one writes to {out} now: wait until "
                 "it has ended, or choose another --out\n")
@@ -199,19 +193,18 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(command, tmp_path):
     save_models(model)
     out.mkdir()
 
-    def run():
-        result = CliRunner().invoke(main, [*(part.format(model=model, out=out) for part in command),
-                                           "--model", str(model)])
+    def answer():
+        result = run(*(part.format(model=model, out=out) for part in command), "--model", model)
         return result, {path.name: path.read_bytes() for path in out.iterdir() if path.suffix in (".png", ".csv")}
 
     if command[0] == "compare":  # over an older result
-        assert run()[0].exit_code == 0
+        assert answer()[0].exit_code == 0
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     with full_disk(500):
-        result, found = run()
+        result, found = answer()
     assert result.exit_code == 3, result.output
     assert re.fullmatch(rf"Error: .*{out}.*File too large.*|Error: .*File too large.*{out}.*",
                         result.stderr.splitlines()[-1])
     assert found == before and not [name for name in names(out) if name.startswith(".")]
-    result, found = run()
+    result, found = answer()
     assert result.exit_code == 0 and found.keys() >= before.keys() and found

@@ -15,7 +15,7 @@ from .test_lantern import PROCESSORS, Processors, Step, assert_drawn, counted, g
 
 
 @pytest.mark.parametrize("form", ["tree", "paths"])
-def test_sampled(form):
+def test_sampled_and_greedy(form):
     for seed in range(30):
         step, (coins, taken) = Step(seed), counted(seed)
         wanted = sampled(step.along, step.candidates, to_softmax, coins)
@@ -25,12 +25,7 @@ def test_sampled(form):
             given = TreeLogits(step.logits[1:] + 3 * (step.logits[:1] - step.logits[1:]), None, *given[2:])
         answer = eagle.evaluate_posterior(given, step.candidates, Processors(), generator="python")
         assert_drawn(answer, wanted, taken, seed)
-
-
-def test_greedy():
-    for seed in range(30):
-        step = Step(seed)
-        row, length, sample_p = eagle.evaluate_posterior(step.along, step.candidates, None)
+        row, length, sample_p = eagle.evaluate_posterior(given, step.candidates, None)
         assert (int(row), length, int(sample_p.argmax())) == greedy(step.along, step.candidates)
 
 
@@ -213,19 +208,16 @@ def test_a_tree_that_is_written_over_is_read_again(mode):
         assert _posterior.tree_of(paths, 3, paths.device).parents.tolist() == [[-1, 0, -2]]
 
 
-def test_patch_and_undo():
+def test_patch_and_undo(monkeypatch):
     decode = type("EaModel", (), {"__module__": "their_module"})
     layers = [type(name, (), {"topK_genrate": lambda self: "theirs"}) for name in ("Model", "Model1")]
-    module = sys.modules["their_module"] = SimpleNamespace(
-        Model=layers[0], Model1=layers[1], evaluate_posterior="theirs", tree_decoding="theirs")
-    try:
-        undo = eagle.patch(decode, generator="python")
-        assert module.evaluate_posterior.keywords == {"generator": "python"}
-        assert module.tree_decoding is eagle.tree_decoding and not hasattr(module, "update_inference_inputs")
-        assert [layer.topK_genrate for layer in layers] == [eagle.topK_genrate, eagle.topK_genrate_by_head]
-        undo()
-        assert module.evaluate_posterior == module.tree_decoding == layers[0]().topK_genrate() == "theirs"
-        with pytest.raises(ValueError, match="EaModel must be EAGLE's, from eagle.model.ea_model, got one of builtins"):
-            eagle.patch(int)
-    finally:
-        del sys.modules["their_module"]
+    module = SimpleNamespace(Model=layers[0], Model1=layers[1], evaluate_posterior="theirs", tree_decoding="theirs")
+    monkeypatch.setitem(sys.modules, "their_module", module)
+    undo = eagle.patch(decode, generator="python")
+    assert module.evaluate_posterior.keywords == {"generator": "python"}
+    assert module.tree_decoding is eagle.tree_decoding and not hasattr(module, "update_inference_inputs")
+    assert [layer.topK_genrate for layer in layers] == [eagle.topK_genrate, eagle.topK_genrate_by_head]
+    undo()
+    assert module.evaluate_posterior == module.tree_decoding == layers[0]().topK_genrate() == "theirs"
+    with pytest.raises(ValueError, match="EaModel must be EAGLE's, from eagle.model.ea_model, got one of builtins"):
+        eagle.patch(int)

@@ -22,6 +22,7 @@ LLAMA = SIZE | {"intermediate_size": 64, "num_key_value_heads": 2}
 GPT2 = {"vocab_size": V, "n_embd": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.3, "bos_token_id": 1,
         "eos_token_id": 2}
 GREEDY = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None}
+JACOBI = {"custom_generate": jacobi_generate}
 RANDOM = {"do_sample": True, "top_k": 0, "max_new_tokens": 1, "eos_token_id": None}
 
 
@@ -29,6 +30,10 @@ def model_of(family, **config):
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")
     return model(getattr(transformers, f"{family}Config")(**config)).eval()
+
+
+TREE = {"custom_generate": tree_generate, "draft": lambda s, mask: torch.full((*s.shape[:2], V), 1 / V),
+        "choices": [(0,), (0, 0), (0, 0, 0)]}
 
 
 def by_generate(model, **options):
@@ -77,7 +82,7 @@ LONG = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 def test_a_model_that_a_tree_would_be_read_wrongly_by(family, config, message):
     model = model_of(family, **config)
     with pytest.raises(ValueError, match=message):
-        by_generate(model, custom_generate=jacobi_generate)
+        by_generate(model, **JACOBI)
     with pytest.raises(ValueError, match=message):
         target_of(model)
 
@@ -94,8 +99,7 @@ def test_a_model_that_just_fits(family, config):
     """Of tables of positions every entry is read, and none behind them, by guesses, trees and in ragged batches."""
     model = model_of(family, **config)
     wanted = by_generate(model)
-    tree = dict(draft=lambda s, mask: torch.full((*s.shape[:2], V), 1 / V), choices=[(0,), (0, 0), (0, 0, 0)])
-    for options in (dict(custom_generate=jacobi_generate, window=16), dict(custom_generate=tree_generate, **tree)):
+    for options in (JACOBI | {"window": 16}, TREE):
         assert torch.equal(by_generate(model, **options), wanted) and len(wanted.unique()) > 8
         two = torch.cat([PROMPT, torch.tensor([[0, 0, 0, 1, 22, 23, 7]])])
         ragged, own = (model.generate(two, attention_mask=(two != 0).long(), **GREEDY, **o) for o in (options, {}))
@@ -120,18 +124,18 @@ def test_layers_are_asked_at_every_decoding():
         old = getattr(model.config, name, None)
         setattr(model.config, name, value)
         model.train(name == "attention_dropout")
-        for read in (lambda: image_of(target, decode), lambda: by_generate(model, custom_generate=jacobi_generate)):
+        for read in (lambda: image_of(target, decode), lambda: by_generate(model, **JACOBI)):
             with pytest.raises(ValueError, match=message):
                 read()
         setattr(model.config, name, old)
     model.train()  # where nothing is dropped, nothing changes
-    assert torch.equal(by_generate(model, custom_generate=jacobi_generate), own)
+    assert torch.equal(by_generate(model, **JACOBI), own)
     model.gradient_checkpointing_enable()
     if is_older("transformers", 5, 24):
         with pytest.raises(ValueError, match="got training mode with gradient checkpointing"):
-            by_generate(model, custom_generate=jacobi_generate)
+            by_generate(model, **JACOBI)
     else:
-        assert torch.equal(by_generate(model, custom_generate=jacobi_generate), own)
+        assert torch.equal(by_generate(model, **JACOBI), own)
     model.gradient_checkpointing_disable()
     model.model.layers[1].mlp.act_fn = torch.nn.Sequential(model.model.layers[1].mlp.act_fn, torch.nn.Dropout(0.2))
     model.train()
@@ -174,13 +178,13 @@ IMAGE_IDS = {"id_range": (4, 14)}
 
 @pytest.mark.parametrize("id_range", [(4, 14), (3, 5), torch.tensor([[20, 21], [13, 14]])])
 def test_ids_that_a_configuration_masks_are_refused(id_range):
-    model, tree = chameleon_model(0), dict(draft=lambda s, mask: None, choices=[(0,)])
-    for options in (dict(custom_generate=jacobi_generate), dict(custom_generate=tree_generate, **tree)):
+    model = chameleon_model(0)
+    for options in (JACOBI, TREE):
         with pytest.raises(ValueError, match="without the ids of images, which ChameleonForConditionalGeneration masks "
                            "in its forward: specvis.models.transformers draws them .anole, lumina_mgpt"):
             model.generate(PROMPT, **options, id_range=id_range, **RANDOM)
-    assert model.generate(PROMPT, custom_generate=jacobi_generate, id_range=(20, 30), **RANDOM)[0, -1] in range(20, 30)
-    assert model.generate(PROMPT, custom_generate=jacobi_generate, id_range=(0, 8900), **RANDOM).shape == (1, 8)
+    assert model.generate(PROMPT, **JACOBI, id_range=(20, 30), **RANDOM)[0, -1] in range(20, 30)
+    assert model.generate(PROMPT, **JACOBI, id_range=(0, 8900), **RANDOM).shape == (1, 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -189,7 +193,7 @@ def test_ids_that_a_forward_masks_are_reported(dtype):
     model = model_of("Llama", **LLAMA).to(dtype)
     model.lm_head.register_forward_hook(lambda module, read, out: out.index_fill(
         -1, torch.arange(4, 14), torch.finfo(dtype).min))
-    for options in (dict(custom_generate=jacobi_generate, **IMAGE_IDS),
+    for options in (JACOBI | IMAGE_IDS,
                     dict(logits_processor=[GuidedProbsProcessor(**IMAGE_IDS, doubled=False)]),
                     dict(logits_processor=[GuidedProbsProcessor(**IMAGE_IDS, doubled=False)], do_sample=False)):
         with pytest.raises(StatusError, match="INVALID_ROW .* all ids of its range are masked by the model"):
@@ -220,10 +224,10 @@ class Tuned:
 def test_what_a_model_makes_of_a_prompt_is_the_prompt(added, message):
     model = model_of("Llama", **LLAMA)
     Tuned(model)
-    by_generate(model, custom_generate=jacobi_generate)
+    by_generate(model, **JACOBI)
     Tuned(model, **added)
     with pytest.raises(ValueError, match=message):
-        by_generate(model, custom_generate=jacobi_generate)
+        by_generate(model, **JACOBI)
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPT2"])
@@ -232,7 +236,7 @@ def test_positions_of_the_callers_own_are_refused(family):
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1]])
     counted = dict(attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
     for options in (counted, dict(position_ids=torch.arange(7)[None])):
-        assert torch.equal(by_generate(model, **options, custom_generate=jacobi_generate),
+        assert torch.equal(by_generate(model, **options, **JACOBI),
                            by_generate(model, **{k: v for k, v in options.items() if k == "attention_mask"}))
     jacobi_generate(model, PROMPT, cache_position=torch.arange(7))
     for name, value in (("position_ids", torch.arange(9, 16)[None]), ("position_ids", torch.arange(7)[None] // 2),
@@ -250,7 +254,7 @@ def test_what_a_call_asks_for_is_done_or_refused():
              "unconditional_mask must be padded on the left"),
             (dict(penalty_alpha=0.6, top_k=4), "needs greedy decoding or sampling, got contrastive_search")):
         with pytest.raises(ValueError, match=message):
-            by_generate(model, custom_generate=jacobi_generate, **options)
+            by_generate(model, **JACOBI, **options)
     assert jacobi_generate(model, PROMPT, generation_config=config(max_new_tokens=5)).shape == (1, 12)
     with pytest.raises(ValueError, match="generate, which makes logits processors, for min_p, repetition_penalty"):
         jacobi_generate(model, PROMPT, generation_config=config(min_p=0.1, repetition_penalty=1.5))
@@ -258,7 +262,7 @@ def test_what_a_call_asks_for_is_done_or_refused():
 
 def test_unconditional_prompts_count_as_prompts():
     """The longer of the two decides whether a table or a window is long enough."""
-    rest = dict(custom_generate=jacobi_generate, guidance=2.0)
+    rest = JACOBI | {"guidance": 2.0}
     model = model_of("GPT2", **GPT2, n_positions=28)
     assert by_generate(model, **rest, unconditional_ids=torch.ones(1, 9, dtype=torch.int64)).shape == (1, 27)
     with pytest.raises(ValueError, match="for the 29 tokens that are read, got a table of 28"):
@@ -316,11 +320,10 @@ class Int8(torch.nn.Parameter):
 def test_a_quantized_head_is_called():
     model = model_of("Llama", **LLAMA)
     own, wanted = by_generate(model), images_of(model)[0]
-    tree = dict(draft=lambda s, mask: torch.full((*s.shape[:2], V), 1 / V), choices=[(0,), (0, 0)])
     model.lm_head.weight = Int8(model.lm_head.weight.detach(), requires_grad=False)
     assert torch.equal(image_of(target_of(model), decode), wanted)
     model.lm_head = Packed(model.lm_head)
-    for options in (dict(custom_generate=jacobi_generate), dict(custom_generate=tree_generate, **tree)):
+    for options in (JACOBI, TREE):
         assert torch.equal(by_generate(model, **options), own)
     assert torch.equal(image_of(target_of(model), decode), wanted)
 

@@ -115,8 +115,7 @@ def test_sampled_dynamic_trees(rule, processors, form):
 
     for seed in range(12):
         step, (coins, taken) = Step(seed), counted(seed)
-        wanted = sampled(step.along, step.candidates, to_probs, coins,
-                         *((step.table, *rules[1:]) if rules else ()))
+        wanted = sampled(step.along, step.candidates, to_probs, coins, *((step.table, *rules[1:]) if rules else ()))
         random.seed(seed), torch.manual_seed(seed)
         answer = lantern.evaluate_posterior(step.model(), step.given(form), step.candidates, processor, *rules,
                                             generator="python")
@@ -304,24 +303,21 @@ def test_k_neighbors_lend_under_each_residual(residual):
         assert length == (coin < 0.4)
 
 
-def test_patch_and_undo():
+def test_patch_and_undo(monkeypatch):
     decode = type("EaModel", (), {"evaluate_posterior": lambda self: "theirs", "generate": lambda self: "generate",
                                   "__module__": "their_module"})
     layer = type("Model", (), {"topK_genrate": lambda self: "theirs", "__module__": "their_layer"})
-    sys.modules["their_module"] = SimpleNamespace(Model=layer)
-    sys.modules["their_layer"] = SimpleNamespace(generate_tree_buffers=None)
-    try:
-        undo = lantern.patch(decode, residual="optimal")
-        assert decode.__dict__["evaluate_posterior"].keywords["residual"] == "optimal"
-        assert layer.topK_genrate is lantern.topK_genrate and decode().generate() == "generate"
-        assert sys.modules["their_layer"].generate_tree_buffers is lantern.draft_tree_buffers
-        assert not hasattr(decode, "evaluate_posterior_v1")
-        undo()
-        assert decode().evaluate_posterior() == "theirs" == layer().topK_genrate()
-        assert sys.modules["their_layer"].generate_tree_buffers is None
-        with pytest.raises(ValueError, match="generator must be one of torch, python, got 'dice'"):
-            lantern.patch(decode, generator="dice")
-        with pytest.raises(ValueError, match="EaModel must be LANTERN's, with evaluate_posterior, got int without it"):
-            lantern.patch(int)
-    finally:
-        del sys.modules["their_module"], sys.modules["their_layer"]
+    monkeypatch.setitem(sys.modules, "their_module", SimpleNamespace(Model=layer))
+    monkeypatch.setitem(sys.modules, "their_layer", SimpleNamespace(generate_tree_buffers=None))
+    undo = lantern.patch(decode, residual="optimal")
+    assert decode.__dict__["evaluate_posterior"].keywords["residual"] == "optimal"
+    assert layer.topK_genrate is lantern.topK_genrate and decode().generate() == "generate"
+    assert sys.modules["their_layer"].generate_tree_buffers is lantern.draft_tree_buffers
+    assert not hasattr(decode, "evaluate_posterior_v1")
+    undo()
+    assert decode().evaluate_posterior() == "theirs" == layer().topK_genrate()
+    assert sys.modules["their_layer"].generate_tree_buffers is None
+    with pytest.raises(ValueError, match="generator must be one of torch, python, got 'dice'"):
+        lantern.patch(decode, generator="dice")
+    with pytest.raises(ValueError, match="EaModel must be LANTERN's, with evaluate_posterior, got int without it"):
+        lantern.patch(int)

@@ -1,4 +1,5 @@
 """Trees and Jacobi decoding inside of transformers' generate, against its own decoding and plain statements of ours."""
+import copy
 import itertools
 import re
 import warnings
@@ -12,15 +13,7 @@ from specvis_kernels.compat import _versions
 from specvis_kernels.compat import transformers as compat
 from specvis_kernels.compat._transformers import cache_name
 from specvis_kernels.compat.transformers import GuidedProbsProcessor, jacobi_generate, tree_generate
-from tests.families import (
-    GRIDS,
-    TEXT,
-    chameleon_model,
-    emu3_model,
-    glm_image_model,
-    janus_model,
-    needs_glm_image,
-)
+from tests.families import GRIDS, TEXT, chameleon_model, emu3_model, glm_image_model, janus_model, needs_glm_image
 
 transformers = pytest.importorskip("transformers")
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -53,25 +46,25 @@ def generate(model, function=None, prompts=PROMPTS, mask=MASK, **options):
     return model.generate(prompts, attention_mask=mask, custom_generate=function, **options)
 
 
-def functions(draft):
+@pytest.fixture(params=["tree", "jacobi", "jacobi on a grid"])
+def ours(request, draft):
+    """The options of a function of ours."""
     return {"tree": dict(function=tree_generate, draft=draft, choices=CHOICES),
-            "jacobi": dict(function=jacobi_generate, window=5), "jacobi on a grid": dict(function=jacobi_generate,
-                                                                                      window=4, grid=4)}
+            "jacobi": dict(function=jacobi_generate, window=5),
+            "jacobi on a grid": dict(function=jacobi_generate, window=4, grid=4)}[request.param]
 
 
-@pytest.mark.parametrize("name", ["tree", "jacobi", "jacobi on a grid"])
 @pytest.mark.parametrize("eos_token_id", [None, [5, 13, 21]])
-def test_greedy_is_generate(model, draft, name, eos_token_id):
+def test_greedy_is_generate(model, ours, eos_token_id):
     stats, options = {}, dict(max_new_tokens=40, eos_token_id=eos_token_id)
-    tokens = generate(model, **functions(draft)[name], stats=stats, **options)
+    tokens = generate(model, **ours, stats=stats, **options)
     assert torch.equal(tokens, generate(model, **options))
     assert stats["num_tokens"] == [40] * 4 if eos_token_id is None else len(set(stats["num_tokens"])) > 2
     assert stats["target_forwards"] < max(stats["num_tokens"])
     assert [len(row) for row in tokens] == [6 + max(stats["num_tokens"])] * 4
 
 
-def plain(model, prompt, null, seed, num_tokens, temperature=1.0, top_k=0, top_p=1.0, s=1.0, ranges=None,
-          filters=None):
+def plain(model, prompt, null, seed, num_tokens, temperature=1.0, top_k=0, top_p=1.0, s=1.0, ranges=None, filters=None):
     """One at a time, without a cache, padding or a batch: transformers' filters, and gumbel_noise."""
     if filters is None:
         filters = [transformers.TemperatureLogitsWarper(temperature)]
@@ -94,34 +87,29 @@ def plain(model, prompt, null, seed, num_tokens, temperature=1.0, top_k=0, top_p
     return tokens
 
 
-@pytest.mark.parametrize("name", ["tree", "jacobi", "jacobi on a grid"])
-def test_with_seeds_the_tokens_are_those_of_one_at_a_time(model, draft, name):
+def test_with_seeds_the_tokens_are_those_of_one_at_a_time(model, ours):
     stats, settings = {}, dict(temperature=0.8, top_k=12, top_p=0.9)
-    tokens = generate(model, **functions(draft)[name], do_sample=True, seeds=SEEDS, stats=stats, **settings)
+    tokens = generate(model, **ours, do_sample=True, seeds=SEEDS, stats=stats, **settings)
     for b in range(4):
         assert tokens[b, 6:].tolist() == plain(model, PROMPTS[b][MASK[b] == 1], None, SEEDS[b], 16, **settings)
     assert stats["target_forwards"] < 16 and len(set(tokens[:, 6:].flatten().tolist())) > 6
 
 
-@pytest.mark.parametrize("name", ["tree", "jacobi"])
-def test_the_callers_own_warpers_count_and_not_the_configs_numbers(model, draft, name):
+def test_the_callers_own_warpers_count_and_not_the_configs_numbers(model, ours):
     T, K, P = (getattr(transformers, f"{w}LogitsWarper") for w in ("Temperature", "TopK", "TopP"))
     for warpers in ([K(1)], [P(0.6), K(3)], [K(3), P(0.6)], [T(0.5), P(0.7)]):
-        tokens = generate(model, **functions(draft)[name], do_sample=True, seeds=SEEDS, logits_processor=warpers,
-                          top_k=0)
+        tokens = generate(model, **ours, do_sample=True, seeds=SEEDS, logits_processor=warpers, top_k=0)
         for b in range(4):
-            assert tokens[b, 6:].tolist() == plain(model, PROMPTS[b][MASK[b] == 1], None, SEEDS[b], 16,
-                                                   filters=warpers)
+            assert tokens[b, 6:].tolist() == plain(model, PROMPTS[b][MASK[b] == 1], None, SEEDS[b], 16, filters=warpers)
 
 
 RANGES = [(2, 20), (2, 20), (20, 21), (0, 24), (10, 14)]  # for each new token; the last one repeats; token 20 is forced
 
 
-@pytest.mark.parametrize("name", ["tree", "jacobi", "jacobi on a grid"])
-def test_guidance_with_padding_on_the_left_and_ranges_of_ids(model, draft, name):
+def test_guidance_with_padding_on_the_left_and_ranges_of_ids(model, ours):
     nulls = torch.tensor([[0, 0, 1, 1, 1, 2, 3, 2], [2, 2, 2, 2, 2, 2, 2, 2]])
     null_mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 1]])
-    options = functions(draft)[name] | dict(
+    options = ours | dict(
         do_sample=True, top_k=0, seeds=torch.tensor(SEEDS), guidance=2.5, id_range=torch.tensor(RANGES))
     tokens = generate(model, **options, unconditional_ids=nulls, unconditional_mask=null_mask)
     for b in range(4):
@@ -133,24 +121,22 @@ def test_guidance_with_padding_on_the_left_and_ranges_of_ids(model, draft, name)
     assert torch.equal(tokens, each) and (tokens[:, 8] == 20).all()
 
 
-def test_a_request_does_not_depend_on_the_others(model, draft):
-    for options in functions(draft).values():
-        options = options | dict(do_sample=True, top_k=0)
-        tokens = generate(model, **options, seeds=SEEDS)
-        order = [2, 0, 3]
-        others = generate(model, **options, prompts=PROMPTS[order], mask=MASK[order], seeds=[SEEDS[b] for b in order])
-        assert torch.equal(others, tokens[order])
-        alone = generate(model, **options, prompts=PROMPTS[:1, 3:], mask=None, seeds=SEEDS[:1])
-        assert torch.equal(alone[:, 3:], tokens[:1, 6:])
+def test_a_request_does_not_depend_on_the_others(model, ours):
+    options = ours | dict(do_sample=True, top_k=0)
+    tokens = generate(model, **options, seeds=SEEDS)
+    order = [2, 0, 3]
+    others = generate(model, **options, prompts=PROMPTS[order], mask=MASK[order], seeds=[SEEDS[b] for b in order])
+    assert torch.equal(others, tokens[order])
+    alone = generate(model, **options, prompts=PROMPTS[:1, 3:], mask=None, seeds=SEEDS[:1])
+    assert torch.equal(alone[:, 3:], tokens[:1, 6:])
 
 
-def test_without_seeds_torchs_numbers_decide(model, draft):
-    for options in functions(draft).values():
-        runs = []
-        for seed in (0, 0, 1):
-            torch.manual_seed(seed)
-            runs.append(generate(model, **options, do_sample=True))
-        assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
+def test_without_seeds_torchs_numbers_decide(model, ours):
+    runs = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        runs.append(generate(model, **ours, do_sample=True))
+    assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
 
 
 def test_a_sampled_tree_keeps_the_distribution():
@@ -224,19 +210,18 @@ class Never(transformers.StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def test_stopping_criteria_are_asked_after_every_token(model, draft):
+def test_stopping_criteria_are_asked_after_every_token(model, ours):
     full = generate(model, max_new_tokens=30)[:, 6:].tolist()
     wanted = [next((i for i, token in enumerate(row) if token % 6 == 0 and i >= 3), 29) + 1 for row in full]
     assert len(set(wanted)) > 1
-    for options in functions(draft).values():
-        stop, stats = Stop(), {}
-        stop.seen = []
-        tokens = generate(model, **options, max_new_tokens=30, stopping_criteria=[stop, Never()], stats=stats)
-        assert stats["num_tokens"] == wanted and tokens.shape[1] == 6 + max(wanted)
-        for row, longer, number in zip(tokens[:, 6:].tolist(), full, wanted):
-            assert row == longer[:number] + [0] * (max(wanted) - number)
-        of_first = [seen[0] for seen in stop.seen if seen[0][:6] == PROMPTS[0].tolist()]
-        assert of_first == [PROMPTS[0].tolist() + full[0][:n] for n in range(1, wanted[0] + 1)]
+    stop, stats = Stop(), {}
+    stop.seen = []
+    tokens = generate(model, **ours, max_new_tokens=30, stopping_criteria=[stop, Never()], stats=stats)
+    assert stats["num_tokens"] == wanted and tokens.shape[1] == 6 + max(wanted)
+    for row, longer, number in zip(tokens[:, 6:].tolist(), full, wanted):
+        assert row == longer[:number] + [0] * (max(wanted) - number)
+    of_first = [seen[0] for seen in stop.seen if seen[0][:6] == PROMPTS[0].tolist()]
+    assert of_first == [PROMPTS[0].tolist() + full[0][:n] for n in range(1, wanted[0] + 1)]
 
 
 class Streamer:
@@ -251,54 +236,49 @@ class Streamer:
         self.has_ended = True
 
 
-def test_a_streamer_gets_every_token(model, draft):
-    for options in functions(draft).values():
-        streamer = Streamer()
-        tokens = generate(model, **options, prompts=PROMPTS[1:2], mask=None, token_streamer=streamer)
-        assert streamer.tokens == tokens[0].tolist() and streamer.has_ended
+def test_a_streamer_gets_every_token(model, ours):
+    streamer = Streamer()
+    tokens = generate(model, **ours, prompts=PROMPTS[1:2], mask=None, token_streamer=streamer)
+    assert streamer.tokens == tokens[0].tolist() and streamer.has_ended
 
 
-def test_an_output_with_sequences(model, draft):
-    for options in functions(draft).values():
-        output = generate(model, **options, return_dict_in_generate=True)
-        assert torch.equal(output.sequences, generate(model))
+def test_an_output_with_sequences(model, ours):
+    output = generate(model, **ours, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, generate(model))
 
 
-@pytest.mark.parametrize("name", ["tree", "jacobi", "jacobi on a grid"])
 @pytest.mark.parametrize("seeds", [None, SEEDS])
-def test_log_probabilities_of_the_new_tokens(model, draft, name, seeds):
+def test_log_probabilities_of_the_new_tokens(model, ours, seeds):
     """Against transformers' filters on a forward over the finished sequences. Requests end at different tokens."""
     stats = {}
     options = dict(do_sample=True, temperature=0.8, top_k=7, top_p=0.9, eos_token_id=[5, 13, 21])
-    tokens = generate(model, **functions(draft)[name], seeds=seeds, stats=stats, log_probs=True, **options)
+    tokens = generate(model, **ours, seeds=seeds, stats=stats, log_probs=True, **options)
     is_real = torch.nn.functional.pad(MASK, (0, tokens.shape[1] - 6), value=1)
     logits = model(tokens, attention_mask=is_real, position_ids=(is_real.cumsum(1) - 1).clamp(min=0)).logits[:, 5:-1]
     new, x = tokens[:, 6:], logits / 0.8
     filtered = transformers.TopPLogitsWarper(0.9)(None, transformers.TopKLogitsWarper(7)(None, x.flatten(0, 1)))
     is_made = torch.arange(new.shape[1]) < torch.tensor(stats["num_tokens"])[:, None]
     assert len(set(stats["num_tokens"])) > 1
-    for ours, theirs in (("full", x), ("sampled", filtered.view_as(x))):
+    for name, theirs in (("full", x), ("sampled", filtered.view_as(x))):
         expected = theirs.log_softmax(-1).gather(-1, new[..., None])[..., 0]
-        torch.testing.assert_close(stats[ours], torch.where(is_made, expected, 0.0), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(stats[name], torch.where(is_made, expected, 0.0), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="needs a dict stats with log_probs"):
-        generate(model, **functions(draft)[name], log_probs=True)
+        generate(model, **ours, log_probs=True)
 
 
-def test_several_sequences_of_a_prompt(model, draft):
-    tokens = generate(model, **functions(draft)["jacobi"], do_sample=True, num_return_sequences=2,
+def test_several_sequences_of_a_prompt(model):
+    tokens = generate(model, jacobi_generate, window=5, do_sample=True, num_return_sequences=2,
                       seeds=[*SEEDS, 1, 2, 3, 4])
     assert tokens.shape == (8, 22) and torch.equal(tokens[0, :6], tokens[1, :6])
     assert not torch.equal(tokens[0], tokens[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes(model, draft, dtype):
+def test_other_dtypes(model, ours, dtype):
     """In bfloat16 a forward of more tokens rounds otherwise. In float64 transformers' eager padding gives NaN."""
-    other = type(model)(model.config).to(dtype).eval()
-    other.load_state_dict(model.state_dict())
-    for options in functions(draft).values():
-        tokens, wanted = (generate(other, **o, mask=torch.ones_like(PROMPTS)) for o in (options, {}))
-        assert torch.equal(tokens[:, :7], wanted[:, :7]) and (dtype == torch.bfloat16 or torch.equal(tokens, wanted))
+    other = copy.deepcopy(model).to(dtype)
+    tokens, wanted = (generate(other, **o, mask=torch.ones_like(PROMPTS)) for o in (ours, {}))
+    assert torch.equal(tokens[:, :7], wanted[:, :7]) and (dtype == torch.bfloat16 or torch.equal(tokens, wanted))
 
 
 REFUSED = [
@@ -333,7 +313,7 @@ def test_what_is_refused(model, options, message):
 
 
 def test_what_a_tree_refuses(model, draft):
-    tree = functions(draft)["tree"]
+    tree = dict(function=tree_generate, draft=draft, choices=CHOICES)
     for options, message in (
             (dict(choices=[]), r"choices must be at least one path of ranks, got \[\]"),
             (dict(choices=None), "choices must be at least one path of ranks, got None"),
@@ -347,13 +327,11 @@ def test_what_a_tree_refuses(model, draft):
             generate(model, **tree | options)
 
 
-@pytest.mark.parametrize("name", ["tree", "jacobi", "jacobi on a grid"])
 @pytest.mark.parametrize("options", [dict(do_sample=False), dict(do_sample=True), dict(do_sample=True, seeds=SEEDS)])
-def test_logits_that_are_not_numbers_raise(model, draft, name, options):
-    broken = type(model)(model.config).eval()
-    broken.load_state_dict(model.state_dict())
-    options = functions(draft)[name] | options
-    options |= {} if name == "tree" or options["do_sample"] else dict(seeds=None)
+def test_logits_that_are_not_numbers_raise(model, ours, options):
+    broken = copy.deepcopy(model)
+    options = ours | options
+    options |= {} if ours["function"] is tree_generate or options["do_sample"] else dict(seeds=None)
     torch.nn.init.constant_(broken.lm_head.weight, torch.nan)
     with pytest.raises(StatusError, match="INVALID_ROW at requests 0, 1, 2, 3 .after guidance and temperature a row"):
         generate(broken, **options)
@@ -365,9 +343,8 @@ def test_logits_that_are_not_numbers_raise(model, draft, name, options):
         generate(broken, **options)
 
 
-@pytest.mark.parametrize("name", ["tree", "jacobi"])
-def test_rows_that_no_token_comes_from_may_be_no_numbers(model, draft, name):
-    options = functions(draft)[name] | dict(eos_token_id=[5, 13, 21], max_new_tokens=40)
+def test_rows_that_no_token_comes_from_may_be_no_numbers(model, ours):
+    options = ours | dict(eos_token_id=[5, 13, 21], max_new_tokens=40)
     wanted = generate(model, **options, stats=(stats := {}))
     shortest = min(range(4), key=stats["num_tokens"].__getitem__)
     broken, num_forwards = type(model)(model.config).eval(), itertools.count()
@@ -380,8 +357,7 @@ def test_rows_that_no_token_comes_from_may_be_no_numbers(model, draft, name):
 
 def test_guesses_behind_a_wrong_one_may_be_no_numbers(model):
     options = dict(function=jacobi_generate, window=8, do_sample=True, seeds=SEEDS, top_k=0)
-    broken, num_broken = type(model)(model.config).eval(), itertools.count()
-    broken.load_state_dict(model.state_dict())
+    broken, num_broken = copy.deepcopy(model), itertools.count()
     broken.lm_head.register_forward_hook(lambda module, read, out: next(num_broken) is not None and out.index_fill(
         1, torch.tensor([8]), torch.nan) if out.shape[1] == 9 else None)
     assert torch.equal(generate(broken, **options), generate(model, **options)) and next(num_broken) > 4

@@ -67,6 +67,11 @@ def batch(counts, is_sampled, seed=0):
             DRAFT[step].to(DEVICE) if is_sampled else None, TARGET[step].to(DEVICE))
 
 
+def metadata(temperature, generators=None, all_greedy=False):
+    """What vLLM says of a batch: a temperature for each request."""
+    return SimpleNamespace(all_greedy=all_greedy, temperature=temperature, generators=generators or {})
+
+
 @pytest.mark.parametrize("is_sampled", [True, False])
 @pytest.mark.parametrize("from_logits", [True, False])
 def test_what_v1_emits_is_distributed_as_the_rule_says(is_sampled, from_logits):
@@ -75,10 +80,9 @@ def test_what_v1_emits_is_distributed_as_the_rule_says(is_sampled, from_logits):
     if from_logits:
         arguments[5] = arguments[5].log() + 3
     named = dict(OF_V1) if from_logits else dict(from_logits=False)  # as 0.33.0 calls it, or as versions with probs do
-    metadata = SimpleNamespace(all_greedy=False, temperature=torch.ones(len(counts), device=DEVICE), generators={})
     torch.manual_seed(1)
-    out = rejection_sample(*arguments, torch.full((len(counts), 1), 2, device=DEVICE, dtype=torch.int32), metadata,
-                           **named)
+    out = rejection_sample(*arguments, torch.full((len(counts), 1), 2, device=DEVICE, dtype=torch.int32),
+                           metadata(torch.ones(len(counts), device=DEVICE)), **named)
     assert out.shape == (len(counts), S + 1) and out.dtype == torch.int32
     for n, rows in zip((2, 0, 1), (out[i::3].tolist() for i in range(3))):
         if n == 0:
@@ -99,12 +103,10 @@ def test_v1_with_generators_does_not_depend_on_the_batch():
         if 4 in order:
             del generators[order.index(4)]  # a request without a seed
         before = {i: generator.get_state() for i, generator in generators.items()}
-        metadata = SimpleNamespace(all_greedy=False, temperature=torch.ones(len(order), device=DEVICE),
-                                   generators=generators)
         of_order = [counts[b] for b in order]
         out = rejection_sample(tokens[rows], of_order, S, torch.tensor(of_order, device=DEVICE).cumsum(0),
-                               draft_probs[rows], target_probs[rows], bonus[order][:, None], metadata,
-                               from_logits=False)
+                               draft_probs[rows], target_probs[rows], bonus[order][:, None],
+                               metadata(torch.ones(len(order), device=DEVICE), generators), from_logits=False)
         assert [torch.equal(before[i], generators[i].get_state()) for i in generators] == [
             counts[order[i]] == 0 for i in generators]
         return {b: row for b, row in zip(order, out.tolist()) if b != 4}
@@ -126,11 +128,9 @@ def test_greedy_requests_take_argmaxes(greedy):
         kept = next((i for i, token in enumerate(row) if token != best[i]), len(row))
         wanted.append((row[:kept] + [best[kept].item() if kept < len(row) else 3] + [-1] * S)[:S + 1])
     assert len({row.index(-1) if -1 in row else 3 for row in wanted}) == 3
-    options = {"all": dict(sampling_metadata=SimpleNamespace(all_greedy=True, temperature=None, generators={})),
-               "older": dict(sampling_metadata=SimpleNamespace(all_greedy=False, generators={},
-                                                               temperature=torch.full((5,), -1.0, device=DEVICE))),
-               "newer": dict(sampling_metadata=SimpleNamespace(all_greedy=False, generators={},
-                                                               temperature=torch.zeros(5, device=DEVICE))),
+    options = {"all": dict(sampling_metadata=metadata(None, all_greedy=True)),
+               "older": dict(sampling_metadata=metadata(torch.full((5,), -1.0, device=DEVICE))),
+               "newer": dict(sampling_metadata=metadata(torch.zeros(5, device=DEVICE))),
                "flags": dict(is_greedy=torch.ones(5, dtype=torch.bool, device=DEVICE)), "one": dict(is_greedy=True)}
     target_probs = target_probs ** 0.01  # almost uniform: draws are no argmaxes
     target_probs = target_probs / target_probs.sum(-1, keepdim=True)

@@ -95,8 +95,7 @@ def test_a_config_that_asks_for_more_than_its_file_holds_takes_no_memory(sizes, 
     assert time.process_time() - start < 20
 
 
-@pytest.mark.parametrize("config", [
-    GPTConfig(dim=32, layers=2, heads=2, classes=10), TINY, VQConfig(), KLConfig()])
+@pytest.mark.parametrize("config", [GPTConfig(dim=32, layers=2, heads=2, classes=10), TINY, VQConfig(), KLConfig()])
 def test_every_number_of_a_config_is_within_its_limit(config):
     for field in dataclasses.fields(config):
         for value in (-1, 10**12, 10**400, 1e300, 0.5, "3", float("nan"), [1], True, (0,), (10**9,), ()):

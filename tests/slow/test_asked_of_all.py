@@ -20,25 +20,16 @@ def test_a_request_does_not_depend_on_its_batch(pair, m):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_request_does_not_depend_on_how_many_are_decoded_at_once(tiny, name):  # noqa: F811
-    test_driver.test_a_request_does_not_depend_on_how_many_are_decoded_at_once(tiny, name)
-
-
-@pytest.mark.parametrize("counts", [[16, 16, 16, 7, 0], [0, 3, 16, 15, 16]], ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_requests_of_a_queue_may_be_begun_or_whole(tiny, name, counts):  # noqa: F811
-    test_driver.test_requests_of_a_queue_may_be_begun_or_whole(tiny, name, counts)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_device_may_be_looked_at_now_and_then(tiny, monkeypatch, name):  # noqa: F811
-    test_driver.test_the_device_may_be_looked_at_now_and_then(tiny, monkeypatch, name)
-
-
-@pytest.mark.parametrize("batch", [2, 3])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_request_that_fails_leaves_its_place_clean(tiny, monkeypatch, name, batch):  # noqa: F811
-    test_driver.test_a_request_that_fails_leaves_its_place_clean(tiny, monkeypatch, name, batch)
+@pytest.mark.parametrize("test, more", [
+    ("a_request_does_not_depend_on_how_many_are_decoded_at_once", {}),
+    ("requests_of_a_queue_may_be_begun_or_whole", {"counts": [16, 16, 16, 7, 0]}),
+    ("requests_of_a_queue_may_be_begun_or_whole", {"counts": [0, 3, 16, 15, 16]}),
+    ("the_device_may_be_looked_at_now_and_then", {"monkeypatch": ...}),
+    ("a_request_that_fails_leaves_its_place_clean", {"monkeypatch": ..., "batch": 2}),
+    ("a_request_that_fails_leaves_its_place_clean", {"monkeypatch": ..., "batch": 3})])
+def test_what_the_driver_does(tiny, monkeypatch, name, test, more):  # noqa: F811
+    more = {key: monkeypatch if value is ... else value for key, value in more.items()}
+    getattr(test_driver, f"test_{test}")(tiny, name=name, **more)
 
 
 @pytest.mark.parametrize("name", ["vanilla", "jacobi:window=5:seed_exact=false", "jacobi:window=5:refresh=2", "eagle1",
