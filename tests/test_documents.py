@@ -53,17 +53,15 @@ def test_the_readme_is_one_screen_a_topic_and_says_at_once_what_ran_on_a_gpu():
     assert "GPU" in README.partition("\n## ")[0]
 
 
-def test_the_snippet_of_an_op_runs():
+def test_the_snippets_of_the_readme_run(tmp_path, monkeypatch):
+    """One of an op, and one of a picture."""
+    monkeypatch.chdir(tmp_path)
     exec(snippets(ROOT / "README.md")[0], names := {})
     assert names["mask"][0].tolist() == [[True, False, False, False], [True, True, False, False],
                                          [True, False, True, False], [True, True, False, True]]
     assert names["result"].status.item() == 0
     assert len(names["new_tokens"]) == names["result"].num_accepted.item() + 1
     assert all(0 <= token < 16 for token in names["new_tokens"])
-
-
-def test_the_snippet_of_a_picture_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     exec(snippets(ROOT / "README.md")[1], names := {})
     assert Image.open("face.png").size == (64, 64) and (names["decoded"].tau >= 1).all()
 

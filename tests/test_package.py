@@ -116,7 +116,10 @@ def imported(root: Path, folder: str) -> dict[str, set[str]]:
             for file in sorted((root / folder).rglob("*.py"))}
 
 
-def test_the_ops_need_torch_alone():
+def test_the_ops_need_torch_alone_and_declare_types():
+    assert (PACKAGE / "py.typed").exists()  # then a type checker reads the annotations of a package (PEP 561)
+    written = (ROOT / "pyproject.toml").read_text()
+    assert re.search(r"^dependencies = (\[.*?\])", written, re.M)[1] == '["torch>=2.10.0a0"]'
     for file, modules in imported(ROOT, "specvis_kernels").items():
         allowed = {"torch", "specvis_kernels", *sys.stdlib_module_names} | ({"triton"} if "triton/" in file else set())
         if "/compat/" in file:  # it may import the package that it serves, only in functions
@@ -218,9 +221,3 @@ def test_every_file_of_data_has_a_license():
     assert not [path.name for path in weights.iterdir()
                 if path.name != "LICENSE" and not any(path.match(pattern) for pattern in patterns)]
     assert "*.png" not in patterns  # some pictures are MIT
-
-
-def test_the_ops_depend_on_torch_alone_and_declare_types():
-    assert (PACKAGE / "py.typed").exists()  # then a type checker reads the annotations of a package (PEP 561)
-    written = (ROOT / "pyproject.toml").read_text()
-    assert re.search(r"^dependencies = (\[.*?\])", written, re.M)[1] == '["torch>=2.10.0a0"]'

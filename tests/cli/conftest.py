@@ -11,8 +11,11 @@ from tests.tiny import tiny_pair, tiny_pipeline
 LINES = "red heart\n\n# of two words\n  Blue   heart\nred heart\nheart\n"
 
 
-def run(*arguments):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+def run(*arguments, status=None):
+    """What a command answers. Its exit status must be this one, if one is given."""
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert status in (None, result.exit_code), result.output
+    return result
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from specvis.decoding.trees import TREES
 from specvis.pipelines.discrete import Pipeline
 from specvis.pipelines.mar import MARPair
 from tests.cli.conftest import run
-from tests.cli.test_scale import NAMES, generate
+from tests.cli.test_scale import NAMES, generate, pictures
 from training.main import main as train
 
 
@@ -37,8 +37,7 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
                             ("another seed", ("--method", "vanilla", "--seed", 8))):
         out = tmp_path / f"{name}.png"
         result = run("generate", "--prompt", "red heart", "--seed", 7, "--scale", 1, "--out", out, "--model", weights,
-                     *arguments)
-        assert result.exit_code == 0, result.output
+                     *arguments, status=0)
         pictures[name] = Image.open(out).tobytes()
         if name == "default":
             assert re.fullmatch(rf"wrote {out}: 1 of 1 pictures, 8 x 8 pixels, \d+\.\d s, by jacobi:window=4, \d+ "
@@ -88,8 +87,7 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
 ])
 def test_bad_input_is_one_line_and_status_2(weights, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    result = run("generate", *arguments, "--model", weights)
-    assert result.exit_code == 2
+    result = run("generate", *arguments, "--model", weights, status=2)
     assert message in result.output and "token/s" not in result.output      # found before the work starts
     assert list(tmp_path.iterdir()) == []
 
@@ -104,12 +102,6 @@ def test_a_broken_checkpoint_is_one_line_and_status_2(weights, tmp_path):
     result = run("generate", "--prompt", "red heart", "--model", tmp_path, "--out", tmp_path / "x.png")
     assert result.exit_code == 2 and "gpt.safetensors cannot be read" in result.output
     assert not (tmp_path / "x.png").exists()
-
-
-def written_in(folder):
-    """The pictures there, beside the manifest."""
-    assert (folder / "manifest.jsonl").exists()
-    return sorted(path for path in folder.iterdir() if path.name != "manifest.jsonl")
 
 
 def test_a_picture_whose_logits_are_not_finite_is_left_out(weights, tmp_path, monkeypatch):
@@ -132,27 +124,27 @@ def test_generate_draws_each_prompt_of_a_file(weights, lines, tmp_path, name):
     for batch in (1, 2, 8):
         result = generate(lines, tmp_path / str(batch), weights, "--method", name, "--seed", 5, "--batch", batch)
         assert result.exit_code == 0, result.output
-        assert [path.name for path in written_in(tmp_path / str(batch))] == NAMES
+        assert list(pictures(tmp_path / str(batch))) == NAMES
         assert re.search(rf"{batch}: 4 of 4 pictures, 8 x 8 pixels, \d+\.\d s, \d+\.\d\d pictures a second, "
                          rf"by {name}\S*, \d+ target forwards a picture, tau \d\.\d\d tokens a forward", result.output)
         assert ("same pictures as --method vanilla --seed 5" in result.output) == (name in ("jacobi", "eagle2"))
     for i, prompt in enumerate(("red heart", "blue heart", "red heart", "heart")):
         run("generate", "--prompt", prompt, "--method", name, "--seed", 5 + i, "--scale", 1, "--model", weights,
             "--out", tmp_path / "alone.png")
-        pictures = {Image.open(path).tobytes() for path in (tmp_path / "alone.png", *tmp_path.glob(f"*/{NAMES[i]}"))}
-        assert len(pictures) == 1
+        drawn = {Image.open(path).tobytes() for path in (tmp_path / "alone.png", *tmp_path.glob(f"*/{NAMES[i]}"))}
+        assert len(drawn) == 1
 
 
 def test_generate_draws_several_pictures_of_each_prompt(weights, lines, tmp_path):
     result = generate(lines, tmp_path / "out", weights, "-n", 2, "--seed", 3, "--style", "fluent-3d")
     assert result.exit_code == 0 and "8 of 8 pictures" in result.output
-    written = written_in(tmp_path / "out")
-    assert [path.name for path in written[1:4]] == ["002-red-heart.png", "003-blue-heart.png", "004-blue-heart.png"]
+    written = list(pictures(tmp_path / "out"))
+    assert written[1:4] == ["002-red-heart.png", "003-blue-heart.png", "004-blue-heart.png"]
     run("generate", "--prompt", "blue heart", "-n", 2, "--seed", 5, "--scale", 1, "--out", tmp_path / "two.png",
         "--model", weights)
     both = Image.open(tmp_path / "two.png")
-    assert [Image.open(path).tobytes() for path in written[2:4]] == [both.crop((x, 0, x + 8, 8)).tobytes()
-                                                                    for x in (0, 8)]
+    assert [Image.open(tmp_path / "out" / name).tobytes() for name in written[2:4]] == [
+        both.crop((x, 0, x + 8, 8)).tobytes() for x in (0, 8)]
 
 
 def test_each_picture_is_written_as_soon_as_it_is_finished(weights, lines, tmp_path, monkeypatch):
@@ -161,7 +153,7 @@ def test_each_picture_is_written_as_soon_as_it_is_finished(weights, lines, tmp_p
     def watched(self, prompts, method, sampling, progress, *, batch, finished):
         def then(requests, images):
             finished(requests, images)
-            seen.append((batch, requests, len(written_in(tmp_path / "out"))))
+            seen.append((batch, requests, len(pictures(tmp_path / "out"))))
 
         return original(self, prompts, method, sampling, progress, batch=batch, finished=then)
 
@@ -301,9 +293,8 @@ def test_the_command_and_python_draw_the_same_picture(weights, tmp_path, name, k
     folder = tmp_path / "m"
     shutil.copytree(weights, folder)
     (folder / "pipeline.json").write_text(json.dumps({"guidance": 3.0, "top_k": 9, "top_p": 0.7}))
-    result = run("generate", "--prompt", "red heart", "--method", name, "--seed", 4, "--scale", 1,
-                 "--out", tmp_path / "x.png", "--model", folder)
-    assert result.exit_code == 0, result.output
+    run("generate", "--prompt", "red heart", "--method", name, "--seed", 4, "--scale", 1, "--out", tmp_path / "x.png",
+        "--model", folder, status=0)
     pipeline = kind.load(folder)
     sampling = pipeline.sampling([4])
     assert float(sampling.guidance) == 3.0 and float(pipeline.sampling([4], guidance=1.5).guidance) == 1.5
@@ -324,7 +315,6 @@ def test_a_log_has_a_line_from_time_to_time(weights, tmp_path, monkeypatch):
 
 def test_the_shipped_model_draws(tmp_path):
     out = tmp_path / "heart.png"
-    result = run("generate", "--prompt", "red heart", "--method", "lantern", "--out", out, "--scale", 1)
-    assert result.exit_code == 0, result.output
+    run("generate", "--prompt", "red heart", "--method", "lantern", "--out", out, "--scale", 1, status=0)
     red, green, blue = Image.open(out).convert("RGB").resize((1, 1), box=(20, 20, 44, 44)).getpixel((0, 0))
     assert red > green + 30 and red > blue + 30           # the middle of a red heart is red

@@ -260,9 +260,7 @@ def test_the_shape_of_a_static_tree():
     assert buffers["p_indices"] == [[-1, 0, 0, 0], [-1, 0, 0, 0], [-1, 0, 1, 0]]
     assert [[list(map(int, part)) for part in path] for path in buffers["b_indices"]] == [
         [[], [], [], []], [[], [], [3], []], [[], [1], [], []]]
-
-
-def test_what_a_draft_model_reads_of_a_static_tree():
+    # what a draft model reads of it
     buffers = lantern.draft_tree_buffers(CHOICES, "cpu")  # it reads nodes 1 and 2, then node 3
     assert [mask.tolist() for mask in buffers["attn_mask"]] == [[[[[1, 0], [0, 1]]]], [[[[1, 0, 1]]]]]
     assert [index.tolist() for index in buffers["tree_indices"]] == [[0, 1], [0]]

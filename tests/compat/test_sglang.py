@@ -41,9 +41,8 @@ def build(parent_lists, selected, lengths, topk, depth, mode, prefix=True, dtype
     """Buffers with `spare` entries that are not written, as SGLang allocates them for its largest batch."""
     B, N = len(selected), len(selected[0]) + 1
     sizes = {0: N * (sum(lengths) + B * N), 1: B * N * N, 2: B * N * (1 if N <= 8 else 2 if N <= 16 else 4)}
-    buffer = torch.full((sizes[mode] + spare,), prefix, dtype=dtype, device=DEVICE)
-    if mode == 2:
-        buffer = torch.full((sizes[mode] + spare,), 255, dtype=torch.uint8, device=DEVICE)
+    value, dtype = (255, torch.uint8) if mode == 2 else (prefix, dtype)
+    buffer = torch.full((sizes[mode] + spare,), value, dtype=dtype, device=DEVICE)
     before = buffer.clone()
     positions = torch.full((B * N,), -9, device=DEVICE)
     links = [torch.full((B, N), -9, device=DEVICE) for _ in range(3)]

@@ -59,6 +59,7 @@ def test_greedy_is_generate(model, ours, eos_token_id):
     stats, options = {}, dict(max_new_tokens=40, eos_token_id=eos_token_id)
     tokens = generate(model, **ours, stats=stats, **options)
     assert torch.equal(tokens, generate(model, **options))
+    assert torch.equal(generate(model, **ours, **options, return_dict_in_generate=True).sequences, tokens)
     assert stats["num_tokens"] == [40] * 4 if eos_token_id is None else len(set(stats["num_tokens"])) > 2
     assert stats["target_forwards"] < max(stats["num_tokens"])
     assert [len(row) for row in tokens] == [6 + max(stats["num_tokens"])] * 4
@@ -240,11 +241,6 @@ def test_a_streamer_gets_every_token(model, ours):
     streamer = Streamer()
     tokens = generate(model, **ours, prompts=PROMPTS[1:2], mask=None, token_streamer=streamer)
     assert streamer.tokens == tokens[0].tolist() and streamer.has_ended
-
-
-def test_an_output_with_sequences(model, ours):
-    output = generate(model, **ours, return_dict_in_generate=True)
-    assert torch.equal(output.sequences, generate(model))
 
 
 @pytest.mark.parametrize("seeds", [None, SEEDS])

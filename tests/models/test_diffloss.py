@@ -54,15 +54,11 @@ def test_schedule_in_closed_form(num_sampling_steps):
     assert schedule.min_log_sigma[0] == schedule.min_log_sigma[1]
 
 
-def test_the_published_steps():
-    schedule = Schedule(1000, 100)
+def test_timesteps_are_the_published_ones_of_a_summed_stride():
+    schedule, differ = Schedule(1000, 100), []
     assert schedule.timesteps[:5].tolist() == [0, 10, 20, 30, 40] and schedule.timesteps[-2] == 989
-    assert round(schedule.min_log_sigma[0].exp().item(), 4) == 0.0062
-    assert round(schedule.max_log_sigma[0].exp().item(), 4) == 0.0064
-
-
-def test_timesteps_are_those_of_a_summed_stride():
-    differ = []
+    assert [round(sigma[0].exp().item(), 4) for sigma in (schedule.min_log_sigma, schedule.max_log_sigma)] == [
+        0.0062, 0.0064]
     for num_sampling_steps in range(2, 1001):
         timestep, expected = 0.0, []
         for _ in range(num_sampling_steps):
@@ -222,7 +218,7 @@ def test_log_density_of_a_path_under_either_model():
     assert not torch.allclose(aligned.path[..., 11, :], sample.path[..., 11, :])
 
 
-def test_guidance_moves_the_noise_only():
+def test_guidance_moves_the_noise_only_and_temperature_scales_sigma():
     model, z, uncond, x = diffusion(), normals(4, 5), normals(4, 5, seed=2), normals(4, 3, seed=3)
     plain, other = model.denoiser(z), model.denoiser(uncond)
     for t in (1, 5, 12):
@@ -230,6 +226,8 @@ def test_guidance_moves_the_noise_only():
         assert torch.equal(guided[1], plain.transition(x, t)[1])
         expected = other.transition(x, t)[0] + 3 * (plain.transition(x, t)[0] - other.transition(x, t)[0])
         assert torch.allclose(guided[0], expected, rtol=1e-4, atol=1e-4)
+        cold, warm = model.denoiser(z, temperature=0.5).transition(x, t), plain.transition(x, t)
+        assert torch.equal(cold[0], warm[0]) and torch.allclose(cold[1], warm[1] - math.log(2))
     noise = normals(4, 12, 3, seed=4)
     same = model.denoiser(z, uncond=uncond, guidance=1.0).sample(noise)
     assert torch.allclose(same.mean, plain.sample(noise).mean, rtol=1e-3, atol=1e-3)
@@ -237,13 +235,6 @@ def test_guidance_moves_the_noise_only():
     for row, guidance in enumerate((1.0, 2.0, 3.0, 4.0)):
         alone = model.denoiser(z, uncond=uncond, guidance=torch.tensor(guidance)).sample(noise).mean
         assert torch.equal(alone[row], each[row])
-
-
-def test_temperature_scales_sigma():
-    model, z, x = diffusion(), normals(4, 5), normals(4, 3, seed=3)
-    mean, log_sigma = model.denoiser(z).transition(x, 7)
-    cold = model.denoiser(z, temperature=0.5).transition(x, 7)
-    assert torch.equal(cold[0], mean) and torch.allclose(cold[1], log_sigma - math.log(2))
 
 
 def test_leading_dimensions_and_thousand_steps():

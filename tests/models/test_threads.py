@@ -44,20 +44,15 @@ def test_each_is_what_pytorch_does(dtype, size):
         assert torch.equal(in_parts(lambda a, b: a + b, size, x.flatten(0, 1), x.flatten(0, 1)), (x + x).flatten(0, 1))
 
 
-@torch.no_grad()
-def test_functions_that_are_mapped_or_traced():
-    embedding, tokens, others = torch.nn.Embedding(50, 96), torch.randint(50, (2, 400)), torch.randint(50, (2, 400))
-    assert torch.equal(torch.func.vmap(lambda ids: embed(embedding, ids))(tokens), embedding(tokens))
-    traced = torch.fx.experimental.proxy_tensor.make_fx(lambda ids: embed(embedding, ids))(tokens)
-    assert torch.equal(traced(others), embedding(others))
-
-
 def test_embeddings_and_norms():
     embedding, norm = torch.nn.Embedding(50, 96), torch.nn.LayerNorm(96, eps=1e-5)
     torch.nn.init.normal_(norm.weight), torch.nn.init.normal_(norm.bias)
-    tokens = torch.randint(50, (2, 400))
+    tokens, others = torch.randint(50, (2, 400)), torch.randint(50, (2, 400))
     with torch.no_grad():
         assert torch.equal(embed(embedding, tokens), embedding(tokens))
+        assert torch.equal(torch.func.vmap(lambda ids: embed(embedding, ids))(tokens), embedding(tokens))
+        traced = torch.fx.experimental.proxy_tensor.make_fx(lambda ids: embed(embedding, ids))(tokens)
+        assert torch.equal(traced(others), embedding(others))
         x = 3 * embedding(tokens) + 1
         assert torch.allclose(layer_norm(norm, x), norm(x), atol=1e-5)
     embed(embedding, tokens).sum().backward()  # gradients go through

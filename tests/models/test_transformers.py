@@ -478,29 +478,24 @@ def test_logits_have_the_head_s_dtype_or_one_that_ops_read(targets, family, dtyp
 
 def test_what_is_refused(targets):
     target = targets("emu3")
-    with pytest.raises(ValueError, match=r"prompts must have 1 to prefix_len=7 ids each, got \[3, 8\]"):
-        target.condition([[1, 2, 3], [1] * 8])
-    with pytest.raises(ValueError, match=r"null_prompt must have 1 to prefix_len=3 ids each, got \[5\]"):
-        Emu3(target.model, 3, (2, 2), [1, 2, 3, 4, 5])
-    for grid, ids in (((0, 2), [3]), ((2, 2), [])):
-        with pytest.raises(ValueError, match="prefix_len, grid and the number of ids must be at least 1, got 3, "):
-            ImageModel(target.model, ids, 3, grid, [1])
-    with pytest.raises(ValueError, match=r"ids must be within the vocabulary, \[0, 40\), got 40"):
-        ImageModel(target.model, [3, 40], 3, (2, 2), [1])
-    with pytest.raises(ValueError, match="ids and newline must all be different, got one twice"):
-        ImageModel(target.model, [3, 4], 3, (2, 2), [1], newline=4)
-    with pytest.raises(ValueError, match=r"grid must be two even numbers, got \(3, 4\)"):
-        lumina_mgpt(targets("lumina").model, S, (3, 4))
+    known, flash = torch.tensor([[1, 1, 1, 1, 3]]).repeat(B, 1), emu3_model(0)
+    flash.get_decoder().config._attn_implementation = "flash_attention_2"
+    at_least_1, model = "prefix_len, grid and the number of ids must be at least 1, got 3, ", target.model
+    for call, message in (
+            (lambda: target.condition([[1], [1] * 8]), r"prompts must have 1 to prefix_len=7 ids each, got \[1, 8\]"),
+            (lambda: Emu3(model, 3, (2, 2), [1] * 5), r"null_prompt must have 1 to prefix_len=3 ids each, got \[5\]"),
+            (lambda: ImageModel(model, [3], 3, (0, 2), [1]), at_least_1),
+            (lambda: ImageModel(model, [], 3, (2, 2), [1]), at_least_1),
+            (lambda: ImageModel(model, [40], 3, (2, 2), [1]), r"ids must be within the vocabulary, \[0, 40\), got 40"),
+            (lambda: ImageModel(model, [3, 4], 3, (2, 2), [1], newline=4),
+             "ids and newline must all be different, got one twice"),
+            (lambda: lumina_mgpt(targets("lumina").model, S, (3, 4)), r"grid must be two even numbers, got \(3, 4\)"),
+            (lambda: decode(target, *target.condition(PROMPTS), sampling(), known_tokens=known), "known_tokens must be "
+             r"ids that the target allows where they are: within \[10, 11\) at position 4, got 3"),
+            (lambda: Emu3(emu3_model(0).train(), S, (2, 2), [1]), "model must be in evaluation mode"),
+            (lambda: Emu3(flash, S, (2, 2), [1]), "the attention sdpa or eager, .* got 'flash_attention_2'")):
+        with pytest.raises(ValueError, match=message):
+            call()
     assert anole(targets("lumina").model, S).grid == (32, 32)
-    with pytest.raises(ValueError, match=r"known_tokens must be ids that the target allows where they are: within \[10,"
-                                         r" 11\) at position 4, got 3"):
-        known_tokens = torch.tensor([[1, 1, 1, 1, 3]]).repeat(B, 1)
-        decode(target, *target.condition(PROMPTS), sampling(), known_tokens=known_tokens)
-    model = emu3_model(0)
-    with pytest.raises(ValueError, match="model must be in evaluation mode"):
-        Emu3(model.train(), S, (2, 2), [1])
-    model.eval().get_decoder().config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="model must have the attention sdpa or eager, .* got 'flash_attention_2'"):
-        Emu3(model, S, (2, 2), [1])
     Emu3(emu3_model(0), S, (2, 2), [1]).use_tree_attention()
     assert TREE_ATTENTION in transformers.AttentionInterface().valid_keys()

@@ -11,20 +11,16 @@ from specvis.decoding.methods import METHODS, method
 from tests.decoding.conftest import minute  # noqa: F401
 from tests.decoding.pictures import DYNAMIC, FILTERED, TREE, UNFILTERED, coupled, far_from_target
 
-
-@pytest.mark.parametrize("settings", [UNFILTERED, FILTERED], ids=["unfiltered", "filtered"])
-@pytest.mark.parametrize("m", [
+IN_TREES = [
     METHODS["vanilla"], method("speculative", depth=3), method("eagle1", tree=TREE), method("eagle2", **DYNAMIC),
-    method("adt-tree", widths=(1, 4), width_step=1, **DYNAMIC), method("cool-sd", tree=TREE, omega=0.5),
-], ids=lambda m: m.name)
+    method("adt-tree", widths=(1, 4), width_step=1, **DYNAMIC), method("cool-sd", tree=TREE, omega=0.5)]
+BY_JACOBI = [coupled(window=2), coupled(), coupled(coupling="none"), coupled(omega=0.5), method("jacobi", window=2)]
+
+
+@pytest.mark.parametrize("m, settings", [*((m, UNFILTERED) for m in IN_TREES + BY_JACOBI),
+                                         *((m, FILTERED) for m in IN_TREES)], ids=lambda it: getattr(it, "label", None))
 def test_pictures_have_the_target_distribution(minute, m, settings):  # noqa: F811
     assert m.lossless and abs(far_from_target(minute, m, settings)) < 4.5
-
-
-@pytest.mark.parametrize("m", [coupled(window=2), coupled(), coupled(coupling="none"),
-                               coupled(omega=0.5), method("jacobi", window=2)], ids=lambda m: m.label)
-def test_pictures_by_jacobi_have_the_target_distribution(minute, m):  # noqa: F811
-    assert m.lossless and abs(far_from_target(minute, m, UNFILTERED)) < 4.5
 
 
 @pytest.mark.parametrize("m", [

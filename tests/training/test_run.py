@@ -59,10 +59,12 @@ def a_gpt(folder, layers, dim=32):
     return model
 
 
-def test_a_deeper_gpt_begins_as_the_shallow_one(tmp_path):
+def test_training_reads_as_the_model_does_and_a_deeper_gpt_begins_as_the_shallow_one(tmp_path):
     shallow, deep = a_gpt(tmp_path / "shallow", 2), a_gpt(tmp_path / "deep", 5)
     captions, ids = torch.randint(1, 3, (2, 32)), torch.randint(64, (2, 256))
-    wanted = shallow.logits(captions, ids)
+    wanted, hidden = shallow.logits(captions, ids), shallow.gpt.teacher_forced(*shallow.condition(captions), ids)
+    assert torch.allclose(wanted, shallow.gpt.logits(hidden[:, 31:]), atol=1e-4)
+    assert torch.allclose(shallow.hidden(*shallow.condition(captions), ids), hidden, atol=1e-4)
     assert not torch.allclose(deep.logits(captions, ids), wanted, atol=1)
     grow(deep, tmp_path / "shallow")
     assert torch.allclose(deep.logits(captions, ids), wanted, atol=1e-4)
@@ -72,14 +74,6 @@ def test_a_deeper_gpt_begins_as_the_shallow_one(tmp_path):
                                        ("wider", 2, 64, r"dim must be 32, as in .*, got 64")):
         with pytest.raises(ValueError, match=message):
             grow(a_gpt(tmp_path / name, layers, dim), tmp_path / "shallow")
-
-
-def test_training_reads_as_the_model_does(tmp_path):
-    model = a_gpt(tmp_path / "model", 2)
-    captions, ids = torch.randint(1, 3, (2, 32)), torch.randint(64, (2, 256))
-    hidden = model.gpt.teacher_forced(*model.condition(captions), ids)
-    assert torch.allclose(model.logits(captions, ids), model.gpt.logits(hidden[:, 31:]), atol=1e-4)
-    assert torch.allclose(model.hidden(*model.condition(captions), ids), hidden, atol=1e-4)
 
 
 def test_a_near_code_is_nearly_as_good(tmp_path):
