@@ -265,7 +265,7 @@ def test_steps_of_larger_sizes_are_timed_in_the_middle_of_pictures(tmp_path):
     assert (tmp_path / "parts.png").stat().st_size > 1000
 
 
-def test_each_sample_finds_the_same_counts():
+def test_each_sample_finds_the_same_counts_and_the_others_time_is_subtracted(monkeypatch):
     found = []
 
     def call(counts):
@@ -274,10 +274,7 @@ def test_each_sample_finds_the_same_counts():
 
     harness.time(call, (torch.zeros(2),), 0.01, rewind=torch.Tensor.zero_)
     assert len(found) > 20 and all(counts == [0, 0] for counts in found)
-
-
-def test_the_others_time_is_subtracted(monkeypatch):
-    """A replay takes as long as what it replays says."""
+    # a replay takes as long as what it replays says
     monkeypatch.setattr(harness, "captured", lambda calls: lambda: sum(call() for call in calls))
     assert harness.between([lambda: 3.0, lambda: 4.0], lambda: 50.0)() == 7
     assert harness.between([lambda: -1.0], lambda: 50.0)() == 1e-3

@@ -48,13 +48,9 @@ def anchors(path: Path) -> set[str]:
             for title in re.findall(r"^#+ +(.+)$", text, re.M)}
 
 
-def test_the_readme_is_one_screen_a_topic_and_says_at_once_what_ran_on_a_gpu():
+def test_the_readme_is_short_and_says_at_once_what_ran_on_a_gpu_and_its_snippets_run(tmp_path, monkeypatch):
     assert len(README.encode()) <= 9 * 1024
     assert "GPU" in README.partition("\n## ")[0]
-
-
-def test_the_snippets_of_the_readme_run(tmp_path, monkeypatch):
-    """One of an op, and one of a picture."""
     monkeypatch.chdir(tmp_path)
     exec(snippets(ROOT / "README.md")[0], names := {})
     assert names["mask"][0].tolist() == [[True, False, False, False], [True, True, False, False],
@@ -176,7 +172,6 @@ def test_only_blocks_with_a_table_are_written():
 
 @pytest.mark.parametrize("path", tables.DOCUMENTS, ids=name_of)
 def test_prose_has_no_measured_number(path):
-    """Measured numbers are in tables, which a command writes."""
     text = " ".join(re.sub(r"^\|.*$", "", prose(path), flags=re.M).split())
     assert not re.findall(r"\d (?:ms|us|times as (?:fast|long)|(?:more )?tokens per (?:target )?forward)\b", text)
 
@@ -192,7 +187,6 @@ def test_the_memory_of_families_is_its_formula():
 
 
 def test_measurements_have_a_command():
-    """Every section with a table of numbers says how to get them."""
     for section in re.split(r"^## ", (DOCS / "measurements.md").read_text(), flags=re.M)[1:]:
         if re.search(r"\d\.\d", section) and not section.startswith("Not measured"):
             assert re.search(r"specvis compare|make (demo|bench|test)|python -[mX] ", section), section[:40]

@@ -23,7 +23,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_an_error_leaves_the_file_of_before(tmp_path):
+def test_an_error_leaves_what_was_there_before(tmp_path):
     path = tmp_path / "a.csv"
     files.write_whole(path, "before")
 
@@ -34,6 +34,10 @@ def test_an_error_leaves_the_file_of_before(tmp_path):
     with pytest.raises(OSError, match="No space left"):
         files.write_whole(path, breaks)
     assert path.read_text() == "before" and names(tmp_path) == ["a.csv"]
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(ValueError, match="pipe.png must be a file that can be replaced, got a device, a pipe"):
+        files.write_whole(tmp_path / "pipe.png", b"new")
+    assert names(tmp_path) == ["a.csv", "pipe.png"] and (tmp_path / "pipe.png").is_fifo()
 
 
 def test_a_link_stays_one_and_a_file_keeps_its_mode(tmp_path):
@@ -48,13 +52,6 @@ def test_a_link_stays_one_and_a_file_keeps_its_mode(tmp_path):
     long = tmp_path / ("ä" * 125 + ".png")
     files.write_whole(long, b"1")
     assert names(tmp_path) == ["a.png", "far", long.name]
-
-
-def test_what_is_no_file_is_not_replaced(tmp_path):
-    os.mkfifo(tmp_path / "pipe.png")
-    with pytest.raises(ValueError, match="pipe.png must be a file that can be replaced, got a device, a pipe"):
-        files.write_whole(tmp_path / "pipe.png", b"new")
-    assert names(tmp_path) == ["pipe.png"] and (tmp_path / "pipe.png").is_fifo()
 
 
 @pytest.mark.parametrize("error, said", [(KeyError("x"), "'x'"), (EOFError(), "EOFError"),

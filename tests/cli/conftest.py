@@ -11,9 +11,9 @@ from tests.tiny import tiny_pair, tiny_pipeline
 LINES = "red heart\n\n# of two words\n  Blue   heart\nred heart\nheart\n"
 
 
-def run(*arguments, status=None):
+def run(*arguments, status=None, group=main):
     """What a command answers. Its exit status must be this one, if one is given."""
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    result = CliRunner().invoke(group, [str(argument) for argument in arguments])
     assert status in (None, result.exit_code), result.output
     return result
 

@@ -50,8 +50,6 @@ def test_the_fastest_is_named(weights, monkeypatch):
 
 @pytest.mark.parametrize("arguments, message", [
     (["--turns", "0"], "0 is not in the range 1<=x<=1000"), (["--top-p", "0"], "top_p must be within (0, 1], got 0.0"),
-    (["--prompt", "zebra"], "zebra"),
-])
+    (["--prompt", "zebra"], "zebra")])
 def test_bad_input(weights, arguments, message):
-    result = run("tune", *arguments, "--model", weights)
-    assert result.exit_code == 2 and message in result.output, result.output
+    assert message in run("tune", *arguments, "--model", weights, status=2).output

@@ -22,6 +22,7 @@ LLAMA = SIZE | {"intermediate_size": 64, "num_key_value_heads": 2}
 GPT2 = {"vocab_size": V, "n_embd": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.3, "bos_token_id": 1,
         "eos_token_id": 2}
 GREEDY = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None}
+IMAGE_IDS = {"id_range": (4, 14)}
 JACOBI = {"custom_generate": jacobi_generate}
 RANDOM = {"do_sample": True, "top_k": 0, "max_new_tokens": 1, "eos_token_id": None}
 
@@ -172,9 +173,6 @@ def test_attention_that_is_more_than_softmax():
 
 
 # --- ids that a model masks ---
-
-IMAGE_IDS = {"id_range": (4, 14)}
-
 
 @pytest.mark.parametrize("id_range", [(4, 14), (3, 5), torch.tensor([[20, 21], [13, 14]])])
 def test_ids_that_a_configuration_masks_are_refused(id_range):

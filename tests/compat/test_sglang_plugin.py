@@ -111,31 +111,20 @@ def test_nothing_changes_unless_it_is_asked_for(sglang):
         ours.register()
 
 
-def test_a_sampler_that_is_none_is_not_hooked(sglang):
-    """A hook replaces every name of the original in any module, also those that are None for other reasons."""
-    eagle = import_module(ours.EAGLE)
-    eagle.another = None
-    load(sglang)
-    assert eagle.another is None and eagle.tree_speculative_sampling_target_only is not None
-
-
-def test_a_sampler_of_sglangs_is_hooked(sglang):
-    """As on CUDA, and in the other modules that have imported it."""
+@pytest.mark.parametrize("sampler", [
+    lambda eagle: None,  # as on a CPU
+    lambda eagle: eagle.get_spec,  # any function that SGLang defines, as on CUDA
+    lambda eagle: eval("lambda *arguments: None", {"__name__": "sgl_kernel_npu.sample"})])  # as on an NPU and on MUSA
+def test_a_sampler_is_hooked_in_all_modules_that_have_imported_it(sglang, sampler):
+    """A hook replaces every name of the original: one that is None may be None for other reasons, and stays."""
     eagle, other = import_module(ours.EAGLE), import_module(ours.TREES)
-    other.imported = eagle.tree_speculative_sampling_target_only = eagle.get_spec  # any function that SGLang defines
+    eagle.another, theirs = None, sampler(eagle)
+    other.imported = eagle.tree_speculative_sampling_target_only = theirs
     load(sglang)
-    for function in (eagle.tree_speculative_sampling_target_only, other.imported):
+    assert eagle.another is None and (theirs is not None or other.imported is None)
+    for function in (eagle.tree_speculative_sampling_target_only, *[other.imported] * (theirs is not None)):
         with pytest.raises(TypeError, match="missing .* tested with 0.5.23"):
             function()
-
-
-def test_the_samplers_of_sgl_kernel_are_sglangs_own(sglang):
-    """As on an NPU and on MUSA, where they are in packages beside it."""
-    eagle = import_module(ours.EAGLE)
-    sampler = eval("lambda *arguments: None", {"__name__": "sgl_kernel_npu.sample"})
-    eagle.tree_speculative_sampling_target_only = sampler
-    load(sglang)
-    assert eagle.tree_speculative_sampling_target_only is not sampler
 
 
 def test_another_plugin_and_another_version(sglang):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from specvis.models.diffloss import DiffLoss, Network
 from specvis.models.kl_vae import KL, KLConfig
-from specvis.models.mar import MAR, SIZES, MARConfig, class_config, scheduled_guidance
+from specvis.models.mar import MAR, SIZES, class_config, scheduled_guidance
 from specvis.models.words import Words
 from specvis.pipelines.checkpoint import CheckpointError, load_weights
 from tests.models.test_models import parameters
@@ -361,13 +361,13 @@ def test_mismatched_tokens(tokens, is_known, condition, message):
 
 
 def test_configs_that_cannot_be():
-    with pytest.raises(ValueError, match="at most one of classes and caption_dim, got classes=10, caption_dim=8"):
-        dataclasses.replace(TINY, caption_dim=8)
-    with pytest.raises(ValueError, match="dim must be a multiple of heads, got 32 / 5"):
-        MARConfig(32, 5, 1, 1, 8, 1)
-    for number in (1, 1001):
-        with pytest.raises(ValueError, match=rf"num_sampling_steps must be within 2..1000 .*, got {number}"):
-            MAR(dataclasses.replace(TINY, num_sampling_steps=number))
+    for changes, message in (
+            (dict(caption_dim=8), "at most one of classes and caption_dim, got classes=10, caption_dim=8"),
+            (dict(heads=5), "dim must be a multiple of heads, got 32 / 5"),
+            (dict(num_sampling_steps=1), "num_sampling_steps must be within 2..1000 .*, got 1$"),
+            (dict(num_sampling_steps=1001), "num_sampling_steps must be within 2..1000 .*, got 1001")):
+        with pytest.raises(ValueError, match=message):
+            MAR(dataclasses.replace(TINY, **changes))
     with pytest.raises(ValueError, match="size must be one of B, L, H, got 'X'"):
         class_config("X")
 

@@ -110,7 +110,6 @@ def test_every_number_of_a_config_is_within_its_limit(config):
     ("config.json", {"rope_base": 0}, "rope_base must be a number, positive and at most 3.40282e\\+38, got 0"),
     ("tokenizer.json", {"multipliers": [1] * 11}, "multipliers must be 1 to 10 whole numbers within 1..64"),
     ("vocabulary.json", {"words": None}, "missing field 'words'"),
-    ("vocabulary.json", {"words": 7}, "words must be a list of strings"),
     ("vocabulary.json", {"words": [1, 2]}, "words must be a list of strings"),
     ("vocabulary.json", {"words": []}, "words must be 1 to 1048576, got 0"),
     ("vocabulary.json", {"words": ["", "red"]}, "words.safetensors is of another size"),
@@ -195,14 +194,12 @@ def test_hurt_checkpoints_raise_a_checkpoint_error_or_hold_tensors(suffix, legac
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("make, what", [
-    (lambda: torch.empty(2, device="meta"), "one without"),
-    (lambda: torch.ones(2).to_sparse(), "a sparse one"),
-    (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "a nested one")])
-def test_tensors_without_values_are_refused(make, what, tmp_path):
-    torch.save({"weight": make()}, tmp_path / "a.pth")
-    with pytest.raises(CheckpointError, match=f"a.pth: weight must be a tensor with values, got {what}"):
-        read_weights(tmp_path / "a.pth")
+def test_tensors_without_values_are_refused(tmp_path):
+    for weight, what in ((torch.empty(2, device="meta"), "one without"), (torch.ones(2).to_sparse(), "a sparse one"),
+                         (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "a nested one")):
+        torch.save({"weight": weight}, tmp_path / "a.pth")
+        with pytest.raises(CheckpointError, match=f"a.pth: weight must be a tensor with values, got {what}"):
+            read_weights(tmp_path / "a.pth")
 
 
 def test_a_models_files_are_known_again_whatever_is_in_them(tmp_path):

@@ -17,8 +17,7 @@ def test_stages_follow_each_other(tmp_path):
     small = ["--dim", 32, "--layers", 1, "--heads", 2]
     for stage, more in (("tokenizer", ["--batch", 2]), ("gpt", ["--batch", 2, *small, "--no-compile"]),
                         ("eagle", ["--batch", 2, "--no-compile"])):
-        result = run(stage, "--runs", tmp_path, "--steps", 3, "--device", "cpu", *more)
-        assert result.exit_code == 0, result.output
+        run(stage, "--runs", tmp_path, "--steps", 3, "--device", "cpu", *more, status=0)
     tokens = np.load(tmp_path / "tokens.npz")
     shutil.copytree(tmp_path / "tokenizer", tmp_path / "kept")
     (tmp_path / "kept" / "config.json").rename(tmp_path / "kept" / "tokenizer.json")
@@ -27,13 +26,11 @@ def test_stages_follow_each_other(tmp_path):
     assert np.array_equal(np.load(tmp_path / "tokens.npz")["tokens"], tokens["tokens"])
     mar = ["--dim", 32, "--layers", 1, "--heads", 2, "--width", 16, "--blocks", 1, "--batch", 2, "--no-compile"]
     for stage in ("mar", "mar-draft"):
-        result = run(stage, "--runs", tmp_path, "--steps", 100, "--device", "cpu", *mar)
-        assert result.exit_code == 0, result.output
+        result = run(stage, "--runs", tmp_path, "--steps", 100, "--device", "cpu", *mar, status=0)
     log = (tmp_path / "mar_draft" / "log.jsonl").read_text().splitlines()
     assert f"held-out names: noise {json.loads(log[-1])['held-out names, noise']:.4f}" in result.output
     goes_on_from(tmp_path, mar)
-    result = run("export", "--only", "mar", "--runs", tmp_path, "--weights", tmp_path / "weights")
-    assert result.exit_code == 0, result.output
+    run("export", "--only", "mar", "--runs", tmp_path, "--weights", tmp_path / "weights", status=0)
     for source, name in (("tokenizer/tokenizer.safetensors", "tokenizer.safetensors"),
                          ("tokenizer/config.json", "tokenizer.json"), ("gpt/words.safetensors", "words.safetensors")):
         shutil.copyfile(tmp_path / source, tmp_path / "weights" / name)
@@ -52,17 +49,14 @@ def test_stages_follow_each_other(tmp_path):
 def goes_on_from(runs, options):
     """`mar --from` begins with the weights of a file, and says what else cannot be one."""
     source, whole = runs / "mar" / "mar.safetensors", ["mar", "--steps", 1, "--lr", 1e-9, *options, "--from"]
-    result = run(*whole, source, "--runs", runs)
-    assert result.exit_code == 2 and "was trained with another --from: choose another" in result.output
+    assert "was trained with another --from: choose another" in run(*whole, source, "--runs", runs, status=2).output
     (runs / "mar").rename(runs / "first")
     source = runs / "first" / "mar.safetensors"
     for wrong, message in ((runs, "from must be a file with the weights of a MAR"),
                            (runs / "first" / "config.json", "from must be a MAR of this --dim, --layers, --heads")):
-        result = run(*whole, wrong, "--runs", runs)
-        assert result.exit_code == 2 and message in result.output, result.output
+        assert message in run(*whole, wrong, "--runs", runs, status=2).output
     for _ in range(2):  # the second time it is finished, and writes its files again
-        result = run(*whole, source, "--runs", runs)
-        assert result.exit_code == 0, result.output
+        run(*whole, source, "--runs", runs, status=0)
         before, after = load_file(source), load_file(runs / "mar" / "mar.safetensors")
         assert all(torch.allclose(before[name], after[name], atol=1e-3) for name in before)
     shutil.rmtree(runs / "mar")

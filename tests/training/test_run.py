@@ -1,5 +1,6 @@
 """The training stages: each runs on what the one before made, and an interrupted run ends as an unbroken one."""
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -10,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributions import Normal, kl_divergence
@@ -18,6 +18,7 @@ from torch.distributions import Normal, kl_divergence
 from specvis.models.diffloss import DiffLoss, Schedule
 from specvis.pipelines.discrete import SHIPPED, Pipeline
 from specvis.pipelines.mar import Scaling
+from tests.cli import conftest
 from tests.test_files import full_disk
 from training.data import hold_out, spelled_out, words_of
 from training.gpt import Tokens, captioned, grow
@@ -25,9 +26,7 @@ from training.main import main
 from training.mar import attend, diffusion_loss
 from training.run import TrainingRun
 
-
-def run(*arguments):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], catch_exceptions=False)
+run = functools.partial(conftest.run, group=main)
 
 
 def pictures(folder, count=24):
@@ -108,8 +107,8 @@ def test_a_near_code_is_nearly_as_good(tmp_path):
     (["paint"], "No such command 'paint'"),
 ])
 def test_what_is_missing_is_named(tmp_path, arguments, message):
-    result = CliRunner().invoke(main, [*arguments, *(["--runs", str(tmp_path)] if arguments != ["paint"] else [])])
-    assert result.exit_code == 2 and message in result.output
+    result = run(*arguments, *(["--runs", tmp_path] if arguments != ["paint"] else []), status=2)
+    assert message in result.output
 
 
 @pytest.mark.parametrize("broken_at", [3, 8])
@@ -278,8 +277,7 @@ def test_on_a_full_disk_the_last_checkpoint_stays(tmp_path, room):
 def test_hurt_pictures_are_one_line_and_status_2(content, tmp_path):
     """And if they are not hurt, the tokenizer needs a length."""
     pictures(tmp_path / "data")
-    result = run("tokenizer", "--runs", tmp_path)
-    assert result.exit_code == 2 and "minutes or steps must be set" in result.output
+    assert "minutes or steps must be set" in run("tokenizer", "--runs", tmp_path, status=2).output
     (tmp_path / "data" / "pictures.npz").write_bytes(content)
     result = run("tokenizer", "--runs", tmp_path, "--steps", 1)
     assert result.exit_code == 2 and result.output.count("\n") == 1, result.output
