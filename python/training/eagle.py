@@ -79,7 +79,7 @@ def drafted(head: EagleHead | TransformersEagleHead, examples: Examples, images:
         hidden states (B, L - 1, dim) that the head expects, and the target's own, at the first L - 1 ids
     """
     with torch.no_grad():
-        target = examples.hidden(images)
+        target = examples.hidden(images) if images.hidden is None else images.hidden
     hidden = head.teacher_forced(*images[:3], target[:, :-1] + noise)
     return hidden, target[:, images.condition.shape[1]:]
 
@@ -150,10 +150,10 @@ def train(folder: Path, target: TargetModel, model: EagleHead | TransformersEagl
         return {"loss": train_loss(images, blur)}
 
     held_out = examples.test[:: max(1, len(examples.test) // 64)]
-    run.learn(losses_of, 100, lambda: measure(model, target, examples, held_out))
+    run.learn(losses_of, 100, lambda: measure(model, target, examples, held_out, batch))
     with run.averaged():
         write_weights(folder / FILE, model)
-        numbers = measure(model, target, examples, examples.test)
+        numbers = measure(model, target, examples, examples.test, batch)
     run.log(**numbers)
     click.echo("held out: " + ", ".join(f"{key} {value:.3f}" for key, value in numbers.items()))
 
@@ -236,11 +236,13 @@ def train_family(runs: Path, device: torch.device, target: Path, family: str, pr
                             noise=training["noise"])
     head = TransformersEagleHead(examples.target).float().requires_grad_(True)
     train(folder, examples.target, head, examples, device, configuration={
-        "family": family, "width": head.fc.out_features, "codes": examples.target.num_codes}, **training)
+        "family": family, "width": head.fc.out_features, "grid": list(examples.target.grid)}, **training)
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
         write_whole(out / "model.safetensors", (folder / FILE).read_bytes())
-    click.echo(f"{out}: specvis generate --family {family} --model {target} --draft {out} --method eagle2 --prompt ..")
+    size = f" --image-size {image_size}" if image_size else ""
+    click.echo(f"{out}: specvis generate --family {family} --model {target}{size} --draft {out} --method eagle2 "
+               "--prompt ..")
 
 
 def stages(runs: Path, device: torch.device) -> tuple[Captioned, Tokens]:

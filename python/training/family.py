@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from specvis.cli.generate import read_prompts
 from specvis.files import locked, reading, remove_leftovers, write_tensors
+from specvis.models.interface import has_guidance
 from specvis.models.transformers import ImageModel
 from specvis.pipelines.families import FamilyPipeline
 from specvis.terminal import printable
@@ -39,15 +40,18 @@ class FamilyImages:
             raise ValueError(f"prompts must be a file with at least two prompts, got {len(prompts)} in {file}")
         ids = pipeline.prompts.encode(prompts)
         self.target = pipeline.gpt = shortened(pipeline.gpt, max(map(len, ids)))
-        self.conditions, self.padding_masks = self.target.condition(ids)
+        self.prompt_ids, self.padding_masks = self.target.padded(ids)
+        drawn = zlib.crc32(repr((pipeline.name, self.target.grid, self.target.prefix_len, prompts)).encode())
         run.mkdir(parents=True, exist_ok=True)
         with locked(run, "runs"):
-            begin(run, target, {"prompts": zlib.crc32("\n".join(prompts).encode()), "batch": batch, **settings})
-            self.shards = shards_of(pipeline, prompts, self.padding_masks, run / "draws", batch)
+            begin(run, target, {"drawn": drawn, "batch": batch, **settings})
+            self.shards = self.made(pipeline, prompts, run / "draws" / f"{drawn:08x}", batch)
         chance = torch.tensor([zlib.crc32(prompt.encode()) for prompt in prompts]) / 2 ** 32
         held_out = chance <= max(HELD_OUT, chance.min().item())
+        if held_out.all():
+            held_out[0] = False
         self.train, self.test = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
-        self.train_null = self.train[self.train % WITH_NULL == 0]
+        self.train_null = self.train[self.train % WITH_NULL == 0] if has_guidance(self.target) else self.train[:0]
 
     def draw(self, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         is_null = torch.rand(batch, generator=generator) < (NULL_SHARE if len(self.train_null) else 0)
@@ -58,11 +62,17 @@ class FamilyImages:
     def take(self, rows: Tensor, is_null: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The fields of `Images` of pictures with these numbers; where `is_null`, of the unconditional prompt."""
         is_null = (torch.zeros(len(rows), dtype=torch.bool) if is_null is None else is_null).to(self.target.device)
-        condition, mask = self.conditions[rows], self.padding_masks[rows]
-        null, null_mask = self.target.null_inputs(mask)
+        condition, mask = self.condition(rows)
         ids, hidden = zip(*(self.read(*pair) for pair in zip(rows.tolist(), is_null.tolist())))
-        return (torch.where(is_null[:, None, None], null, condition), torch.where(is_null[:, None], null_mask, mask),
-                torch.stack(ids).to(mask.device).long(), torch.stack(hidden).to(mask.device))
+        if is_null.any():
+            null, null_mask = self.target.null_inputs(mask)
+            condition = torch.where(is_null[:, None, None], null, condition)
+            mask = torch.where(is_null[:, None], null_mask, mask)
+        return condition, mask, torch.stack(ids).to(mask.device).long(), torch.stack(hidden).to(mask.device)
+
+    def condition(self, rows: Tensor | list[int]) -> tuple[Tensor, Tensor]:
+        """Embeddings (n, S, dim) and padding masks (n, S) of prompts with these numbers."""
+        return self.target.embed(self.prompt_ids[rows]), self.padding_masks[rows]
 
     def read(self, number: int, is_null: bool) -> tuple[Tensor, Tensor]:
         """A picture's tokens (L,), and the target's hidden states (S - 1 + L, dim)."""
@@ -71,8 +81,39 @@ class FamilyImages:
             name, at = ("null_hidden", row // WITH_NULL) if is_null else ("hidden", row)
             return file.get_slice("ids")[row], file.get_slice(name)[at]
 
-    def hidden(self, images) -> Tensor:
-        return images.hidden
+    @torch.no_grad()
+    def made(self, pipeline: FamilyPipeline, prompts: list[str], folder: Path, batch: int) -> list[Path]:
+        """The files of all pictures; those that are missing are made, pictures of SHARD prompts each."""
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+        shards = [list(range(len(prompts)))[start: start + SHARD] for start in range(0, len(prompts), SHARD)]
+        paths = [folder / f"{number:05}.safetensors" for number in range(len(shards))]
+        missing = [(path, rows) for path, rows in zip(paths, shards) if not path.exists()]
+        num_missing = sum(len(rows) for _, rows in missing)
+        with tqdm(total=len(prompts), initial=len(prompts) - num_missing, unit="picture", desc="draw",
+                  disable=None if missing else True) as bar:
+            for path, rows in missing:
+                write_tensors(path, self.shard(pipeline, prompts, rows, batch))
+                bar.update(len(rows))
+                if bar.disable:
+                    click.echo(printable(f"draw: {rows[-1] + 1} of {len(prompts)} pictures"), err=True)
+        return paths
+
+    def shard(self, pipeline: FamilyPipeline, prompts: list[str], rows: list[int], batch: int) -> dict[str, Tensor]:
+        """Tokens and hidden states of pictures of these prompts, and for some of them of the unconditional prompt."""
+        def states(condition, mask, tokens):
+            return torch.cat([self.target.teacher_forced(*some) for some in zip(
+                condition.split(batch), mask.split(batch), tokens.split(batch))]).cpu()
+
+        some = [prompts[row] for row in rows]
+        decoded = pipeline.tokens(some, "jacobi", pipeline.sampling(rows), batch=batch)
+        if decoded.failed.any():
+            raise ValueError(f"target must draw whole pictures, got logits that are not finite for {some}")
+        found = {"ids": decoded.tokens.int().cpu(), "hidden": states(*self.condition(rows), decoded.tokens)}
+        if has_guidance(self.target):
+            null = self.target.null_inputs(self.padding_masks[rows][::WITH_NULL])
+            found["null_hidden"] = states(*null, decoded.tokens[::WITH_NULL])
+        return found
 
 
 def shortened(target: ImageModel, prefix_len: int) -> ImageModel:
@@ -81,36 +122,3 @@ def shortened(target: ImageModel, prefix_len: int) -> ImageModel:
     other.prefix_len = prefix_len = max(prefix_len, int(is_real.sum()))
     other.null_prompt = ids[:, -prefix_len:], is_real[:, -prefix_len:]
     return other
-
-
-@torch.no_grad()
-def shards_of(pipeline: FamilyPipeline, prompts: list[str], padding_masks: Tensor, folder: Path,
-              batch: int) -> list[Path]:
-    """The files of all pictures; those that are missing are made, pictures of SHARD prompts each."""
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(folder)
-    paths = [folder / f"{number:05}.safetensors" for number in range(-(-len(prompts) // SHARD))]
-    missing, target = [number for number, path in enumerate(paths) if not path.exists()], pipeline.gpt
-    with tqdm(total=len(prompts), initial=len(prompts) - sum(len(prompts[n * SHARD: (n + 1) * SHARD]) for n in missing),
-              unit="picture", desc="draw", disable=None if missing else True) as bar:
-        for number in missing:
-            rows = range(number * SHARD, min((number + 1) * SHARD, len(prompts)))
-            some = [prompts[row] for row in rows]
-            decoded = pipeline.tokens(some, "jacobi", pipeline.sampling(list(rows)), batch=batch)
-            if decoded.failed.any():
-                raise ValueError(f"target must draw whole pictures, got logits that are not finite for {some}")
-            condition, mask = target.condition(pipeline.prompts.encode(some))
-            of_null = slice(0, None, WITH_NULL)
-            null, null_mask = target.null_inputs(padding_masks[list(rows)][of_null])
-
-            def states(condition, mask, tokens):
-                return torch.cat([target.teacher_forced(*row) for row in zip(
-                    condition.split(batch), mask.split(batch), tokens.split(batch))]).cpu()
-
-            write_tensors(paths[number], {
-                "ids": decoded.tokens.int().cpu(), "hidden": states(condition, mask, decoded.tokens),
-                "null_hidden": states(null, null_mask, decoded.tokens[of_null])})
-            bar.update(len(some))
-            if bar.disable:
-                click.echo(printable(f"draw: {rows[-1] + 1} of {len(prompts)} pictures"), err=True)
-    return paths

@@ -174,9 +174,9 @@ def test_lantern_has_the_law_that_is_enumerated(small):
 def test_a_head_belongs_to_its_target(target):
     head, (condition, mask) = head_for(target), target.condition(PROMPTS)
     inputs = cfg_inputs(target, condition, mask)
-    with pytest.raises(ValueError, match="head must be made for the target"):
+    with pytest.raises(ValueError, match="head must be made for this target, got one for another"):
         EagleDraftModel(target_of(next(iter(FAMILIES)), 1), head, *inputs)
-    with pytest.raises(ValueError, match="its dtype, torch.float32, got torch.bfloat16"):
+    with pytest.raises(ValueError, match="head must have the target's dtype, torch.float32, got torch.bfloat16"):
         EagleDraftModel(target, head.bfloat16(), *inputs)
-    with pytest.raises(ValueError, match="its device, cpu, got meta"):
+    with pytest.raises(ValueError, match="head must have the target's device, cpu, got meta"):
         EagleDraftModel(target, head.float().to("meta"), *inputs)

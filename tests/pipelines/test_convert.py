@@ -329,7 +329,7 @@ def test_tables_of_neighbors_in_other_files(models, converted, tmp_path, suffix)
     assert torch.equal(load_file(converted / "neighbors.safetensors")["neighbors"], table)
     pipeline = Pipeline.load(converted)
     assert torch.equal(pipeline.neighbors(20), table)
-    with pytest.raises(ValueError, match="k must be at most 20, the columns of neighbors.safetensors, got 21"):
+    with pytest.raises(ValueError, match="k must be at most 20, the columns of its table of neighbors, got 21"):
         pipeline.neighbors(21)
 
 

@@ -70,6 +70,8 @@ def test_commands_draw_what_the_pipeline_draws(folders, family, tmp_path, monkey
     assert np.array_equal(np.load(tmp_path / "a.npy"), pipeline.on_grid(decoded.tokens).numpy())
 
     methods = "vanilla,jacobi,eagle2,lantern:k=5,gsd:k=3"
+    assert torch.equal(pipeline.tokens([PROMPT], "eagle2", pipeline.sampling([0])).num_drafted, pipeline.tokens(
+        [PROMPT], parse_method("eagle2", FAMILIES[family].methods), pipeline.sampling([0])).num_drafted)
     result = run("compare", *given, "--methods", methods, "-n", 2, "--singles", 1, "--out", tmp_path / "out")
     assert result.exit_code == 0 and "2 of 2" in result.output, result.output
     monkeypatch.setattr(tune, "WINDOWS", (2, 4))
@@ -150,6 +152,9 @@ def test_a_smaller_model_and_the_released_table(folders, tmp_path):
     np.save(tmp_path / "head" / "top_9_indices.npy", table + 1)
     with pytest.raises(ValueError, match=r"neighbors .* must be codes within \[0, 10\)"):
         load("anole", folder, draft=tmp_path / "head")
+    if HAS_GLM_IMAGE:
+        glm = folders("glm-image")[0]
+        assert load("glm-image", glm, draft=glm).missing_draft_models == ["eagle"]
     other = saved("anole", tmp_path / "small", 1)
     pipeline = load("anole", folder, draft=other)
     sampling = pipeline.sampling([3])
@@ -255,20 +260,25 @@ def test_what_arguments_are_refused(folders, tmp_path):
                            ((*anole, "--method", "mar"), "for discrete tokens"),
                            ((*anole, "--method", "eagle2"), r"no EAGLE head \(--draft\)"),
                            ((*anole, "--style", "noto"), "trained without styles"),
+                           ((*anole, "--vq", "a/vqgan.ckpt"), "no file or folder a/vqgan.ckpt\\n"),
+                           ((*anole, "--draft", "a/b"), "fetch it first: hf download a/b"),
                            (options("emu3", folders("emu3")[0], "--vq", head), "vq must not be given"),
-                           (("--family", "anole", "--model", tmp_path / "none"), "there is no folder"),
+                           (("--family", "anole", "--model", tmp_path / "none"), "there is no file or folder"),
                            (("--model", folder), "is of transformers, a model of type chameleon: give")):
         result = run("generate", "--prompt", "a", *given, "--out", tmp_path / "a.png")
         assert result.exit_code == 2, result.output
         assert re.search(message, result.output), result.output
-    for size in (24, 0):
-        with pytest.raises(ValueError, match="image_size must be a positive multiple of 16"):
-            load("anole", folder, image_size=size)
+    for family, size, step in (("anole", 24, 16), ("anole", 0, 16), ("anole", "64", 16), ("lumina-mgpt", 48, 32)):
+        with pytest.raises(ValueError, match=f"image_size must be a positive multiple of {step} for {family}, got"):
+            load(family, folder, image_size=size)
     with pytest.raises(ValueError, match="image_size must not be given for janus-pro, whose grid its files say"):
         load("janus-pro", folders("janus-pro")[0], image_size=384)
     for source, message in ((head, "an EAGLE head .* as --draft"), (folder, "a model of transformers .* as --model")):
         assert re.search(message, run("convert", source, "--out", tmp_path / "out").output)
     assert "--family anole or lumina-mgpt --model" in run("info", "--model", folder).output
+    for family in NAMES:
+        described = run("info", "--model", folders(family)[0]).output
+        assert "--family" in described and family in described and "lacks a tokenizer" not in described
     assert "option: --family anole or lumina-mgpt --draft" in run("info", "--model", head).output
 
 

@@ -48,7 +48,7 @@ def test_a_trained_head_is_accepted_more_often(target, tmp_path):
     untrained = TransformersEagleHead(pipeline.gpt)
     assert accepted(pipeline, pipeline.eagle) > 1.15 * accepted(pipeline, untrained)
     assert "out must be a folder without model.safetensors" in train(*arguments, "--steps", 210).output
-    shards = sorted((runs / "eagle-lumina" / "draws").iterdir())
+    shards = sorted((runs / "eagle-lumina" / "draws").glob("*/*"))
     before = [path.read_bytes() for path in shards]
     shards[1].unlink()  # as after an interruption
     assert "draw: 16 of 19 pictures" in train(*arguments, "--steps", 210, "--replace").output
@@ -73,6 +73,11 @@ def test_what_it_learns_from_is_what_decoding_reads(target, tmp_path):
     assert 0.03 < share < 0.25 and len(examples.test) >= 1
     assert not set(examples.test.tolist()) & set(examples.train.tolist())
     assert {"ids", "hidden", "null_hidden"} == set(load_file(examples.shards[0]))
+    (tmp_path / "others.txt").write_text("\n".join(prompt.replace("heart", "zebra") for prompt in PROMPTS))
+    pipeline = FamilyPipeline.load(target, "lumina-mgpt", image_size=64)
+    others = FamilyImages(pipeline, target, tmp_path / "others.txt", tmp_path, 4)  # in the same run's folder
+    condition, mask, ids, hidden = others.take(torch.tensor([0, 9]))
+    torch.testing.assert_close(hidden, pipeline.gpt.teacher_forced(condition, mask, ids), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("given, message", [

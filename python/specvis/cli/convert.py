@@ -65,8 +65,8 @@ def example(model: Path) -> str:
 
 def described_of_family(path: Path) -> list[str]:
     """What a file or folder of one of transformers' families is, in lines."""
-    tensors, model_type = open_source(part_of(path, 0)).tensors, model_type_of(path)
-    option, what = of_a_family(tensors) or ("", "")
+    source, model_type = open_source(part_of(path, 0)), model_type_of(path)
+    tensors, (option, what) = source.tensors, of_a_family(source) or ("", "")
     if not option:
         raise ValueError("model must be a folder that specvis convert makes, or a model, EAGLE head or VQ-GAN of one "
                          f"of transformers' families, got {path}")

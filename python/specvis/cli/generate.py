@@ -15,7 +15,8 @@ from PIL import Image
 
 from ..decoding.methods import CONTINUOUS, METHODS, ContinuousMethod, Method, parse_method
 from ..files import locked, write_whole
-from ..pipelines.checkpoint import fingerprint
+from ..pipelines.checkpoint import FAMILY_FILES, fingerprint
+from ..pipelines.families import FAMILIES
 from ..terminal import printable
 from . import options
 from .animation import MAX_ANIMATED, draw_animation
@@ -237,8 +238,9 @@ def settings_of(drawing: Drawing, method: Method | ContinuousMethod, seed: int, 
         "drawn_by": drawing.method.label, "seed": seed, "n": count,
         "text_encoder": encoder and fingerprint(Path(encoder))}
     if files.family:
-        settings |= {"family": files.family, "image_size": files.image_size}
-        settings |= {name: path and fingerprint(path) for name, path in (("draft", files.draft), ("vq", files.vq))}
+        settings |= {"family": files.family, "image_size": files.image_size or FAMILIES[files.family].image_size}
+        settings |= {name: path and fingerprint(path, known_files=FAMILY_FILES) for name, path in (
+            ("model", files.model), ("draft", files.draft), ("vq", files.vq))}
     return {name: value for name, value in settings.items() if name not in ("file", "device", "batch")}
 
 

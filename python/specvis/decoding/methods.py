@@ -402,13 +402,13 @@ def acceptance_rule(methods: list[Method], neighbors: Tensor | None, target: Tar
         delta=torch.tensor([m.acceptance.delta for m in methods], dtype=torch.float32, device=device))
 
 
-def one_each(methods, count: int, name: str) -> list:
+def one_each(methods, count: int, name: str, usual: dict[str, dict] | None = None) -> list:
     """A method for each of `count` requests: one of all of them, or a list with one for each. Names are read.
     ValueError, which has the argument's `name`: a list of another length, or as `parse_method`."""
     given = list(methods) if isinstance(methods, (list, tuple)) else [methods] * count
     if len(given) != count:
         raise ValueError(f"{name} must be one, or one for each of the {count} requests, got {len(given)}")
-    return [parse_method(m) if isinstance(m, str) else m for m in given]
+    return [parse_method(m, usual) if isinstance(m, str) else m for m in given]
 
 
 def parse_value(name: str, text: str, usual) -> bool | str | int | float | tuple:

@@ -107,7 +107,7 @@ class EagleHead(nn.Module):
     def prefill(self, condition: Tensor, hidden: Tensor, padding_mask: Tensor, cache: Cache) -> None:
         """Read hidden states (R, S, dim) at conditions but for their last entries. padding_mask (R, S - 1) bool"""
         no_tokens = torch.zeros_like(padding_mask, dtype=torch.int64)
-        self.extend(no_tokens, hidden[:, :-1], condition_nodes(padding_mask), cache)
+        self(no_tokens, hidden[:, :-1], NodesReading(self, condition_nodes(padding_mask), cache))
 
     def extend(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
         """Predict after what the cache holds. See `DraftModel.extend`."""

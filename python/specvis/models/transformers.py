@@ -163,7 +163,7 @@ class ImageModel:
                              "silu, and heads, hidden_size and intermediate_size that are multiples of 16")
 
     def pack_layers(self) -> None:
-        layers, norm, c, rotary = self.decoder.layers, self.decoder.norm, self.config, None
+        layers, norm, c, rotary = self.decoder.layers, getattr(self.decoder, "norm", None), self.config, None
         with suppress(AttributeError):  # layers that differ lack some
             eps = layers[0].input_layernorm.variance_epsilon
             if len(layers) == self.num_layers and is_unchanged(self.decoder, (type(self.decoder),)) and all(
@@ -272,6 +272,7 @@ class ImageModel:
         return self.read_nodes(self.embed_tokens(tokens), nodes, cache)
 
     def read_nodes(self, x: Tensor, nodes: Nodes, cache: SlotCache) -> Tensor:
+        """Embeddings (R, N, dim) after what the cache holds -> hidden states (R, N, dim)."""
         packed = self.packing and self.packing.get(x, self.pack_layers)
         if packed:
             layers, rotations = packed

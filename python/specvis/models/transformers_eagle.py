@@ -44,11 +44,12 @@ class TransformersEagleHead(nn.Module):
     def check(self, target: ImageModel) -> None:
         """Raise ValueError unless the head was made for this target, and is of its dtype and on its device."""
         weight = self.fc.weight
-        for what, wanted, got in (("model", type(target).__name__, type(self.target).__name__),
-                                  ("dtype", target.embed.weight.dtype, weight.dtype),
+        if target is not self.target:
+            raise ValueError(f"head must be made for this target, got one for another {type(self.target).__name__}")
+        for what, wanted, got in (("dtype", target.embed.weight.dtype, weight.dtype),
                                   ("device", target.device, weight.device)):
-            if wanted != got or target is not self.target:
-                raise ValueError(f"head must be made for the target, and have its {what}, {wanted}, got {got}")
+            if wanted != got:
+                raise ValueError(f"head must have the target's {what}, {wanted}, got {got}")
 
     def joined(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """The layer's input (R, N, dim) of the tokens' embeddings and the hidden states before them."""
@@ -76,7 +77,7 @@ class TransformersEagleHead(nn.Module):
         self.reader.read(x, slots, padding_mask, condition_mask(padding_mask, x.shape[1]), cache, slots)
 
     def extend(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes, cache: SlotCache) -> Tensor:
-        """Predict after what the cache holds. See `DraftModel.extend`."""
+        """Hidden states (R, N, dim) at tokens (R, N), after what the cache holds. See `DraftModel.extend`."""
         return self.reader.read_nodes(self.joined(self.target.embed_tokens(tokens), previous_hidden), nodes, cache)
 
     def teacher_forced(self, condition: Tensor, padding_mask: Tensor, tokens: Tensor, hidden: Tensor) -> Tensor:

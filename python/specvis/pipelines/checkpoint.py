@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..models.sizes import MAX_WORDS
 
 KNOWN = (".json", ".safetensors", ".bin", ".model")  # files of a model
+FAMILY_FILES = (*KNOWN, ".jinja", ".txt", ".npy")     # of one of transformers' families
 END = 1 << 12  # bytes at each end of a tensor by which it is known again
 
 WRAPPINGS = ("model", "module", "state_dict")  # what releases keep weights in
@@ -243,7 +244,8 @@ def model_type_of(folder: Path) -> str | None:
     """What config.json of a folder calls the model, if transformers wrote it."""
     for file in (folder / "config.json", folder / "vision_language_encoder" / "config.json"):
         try:
-            return json.loads(file.read_text("utf-8")).get("model_type")
+            if found := json.loads(file.read_text("utf-8")).get("model_type"):
+                return found
         except (OSError, ValueError, AttributeError, RecursionError):
             continue
     return None
@@ -275,14 +277,14 @@ def read_settings(folder: Path) -> ModelSettings:
     return read_config(path, ModelSettings) if path.exists() else DEFAULTS
 
 
-def fingerprint(folder: Path, but: tuple[str, ...] = ()) -> str:
+def fingerprint(folder: Path, but: tuple[str, ...] = (), known_files: tuple[str, ...] = KNOWN) -> str:
     """What a model's folder, or a file, is known by: its files, of which large ones are read in part, see `samples`.
 
-    but: names of files that do not count
+    but: names of files that do not count; known_files: endings of those that do
     """
     known = hashlib.sha256()
     for path in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
-        if path != folder and path.suffix not in KNOWN or path.name in but or not path.is_file():
+        if path != folder and path.suffix not in known_files or path.name in but or not path.is_file():
             continue
         known.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
         with open(path, "rb") as file:

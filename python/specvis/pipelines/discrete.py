@@ -18,7 +18,7 @@ from ..decoding.sampling import Sampling, cfg_inputs
 from ..decoding.speculative import speculative_decode
 from ..files import write_json, write_weights
 from ..models.eagle import EagleHead
-from ..models.interface import DraftModel, codes, inference
+from ..models.interface import codes, inference
 from ..models.llamagen import GPT, GPTConfig
 from ..models.vq import VQ, VQConfig
 from ..models.words import Words
@@ -48,6 +48,7 @@ class Pipeline(nn.Module):
         settings:     how the pictures are drawn unless one says otherwise, and where the text encoder is
     """
 
+    usual_methods: dict[str, dict] = {}  # parameters of methods that the model's paper has otherwise
     draft_files = {"eagle": "eagle.safetensors", "small": "small.safetensors and small.json"}
 
     def __init__(self, config: GPTConfig, vq_config: VQConfig, vocabulary: list[str] | None = None,
@@ -178,7 +179,7 @@ class Pipeline(nn.Module):
             raise ValueError(f"k must be within 1..{last - first - 1} (the codebook has {last - first} codes), got {k}")
         if self.table is not None and metric in ("l2", "raw"):
             if k > self.table.shape[1]:
-                raise ValueError(f"k must be at most {self.table.shape[1]}, the columns of neighbors.safetensors, "
+                raise ValueError(f"k must be at most {self.table.shape[1]}, the columns of its table of neighbors, "
                                  f"got {k}")
             return self.table[:, :k].contiguous()
         if metric not in self._neighbors or self._neighbors[metric].shape[1] < k:
@@ -259,7 +260,7 @@ class Pipeline(nn.Module):
             raise ValueError(f"prompts must be a list of strings, got {prompts!r}")
         if sampling is None:
             raise ValueError("sampling must be a Sampling, such as pipeline.sampling(seeds=[0]), got None")
-        methods = one_each(method, len(prompts), "method")
+        methods = one_each(method, len(prompts), "method", self.usual_methods)
         if not all(isinstance(m, Method) for m in methods) or not isinstance(sampling, Sampling):
             kinds = ", ".join(sorted({type(m).__name__ for m in methods}))
             raise ValueError("method and sampling must be for discrete tokens, a Method and a Sampling, got "
@@ -295,17 +296,18 @@ class Pipeline(nn.Module):
         if base.num_neighbors:
             neighbors = self.neighbors(base.num_neighbors, base.acceptance.metric)
         if base.drafting in ("jacobi", "none"):
-            small = self._draft_model("small", source, padding_mask) if base.drafts.refresh else None
+            small = self._small_draft_model(source) if base.drafts.refresh else None
             return jacobi_decode(self.gpt, condition, padding_mask, sampling, methods, neighbors, progress, observe,
                                  draft_model=small, **queue)
-        draft_model = self._draft_model(base.drafts.draft_model, source, padding_mask)
+        if base.drafts.draft_model == "small":
+            draft_model = self._small_draft_model(source)
+        else:
+            draft_model = EagleDraftModel(self.gpt, self.eagle, *cfg_inputs(self.gpt, condition, padding_mask))
         return speculative_decode(self.gpt, draft_model, condition, padding_mask, sampling, methods, neighbors,
                                   progress, observe, **queue)
 
-    def _draft_model(self, name: str, source: Source, padding_mask: Tensor) -> DraftModel:
-        model = self.small if name == "small" else self.gpt
-        inputs = cfg_inputs(model, *model.condition(*source))
-        return SmallDraftModel(model, *inputs) if name == "small" else EagleDraftModel(model, self.eagle, *inputs)
+    def _small_draft_model(self, source: Source) -> SmallDraftModel:
+        return SmallDraftModel(self.small, *cfg_inputs(self.small, *self.small.condition(*source)))
 
     @inference
     def pictures(self, tokens: Tensor) -> list[Image.Image]:

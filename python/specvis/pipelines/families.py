@@ -21,7 +21,7 @@ from ..models.transformers_eagle import TransformersEagleHead
 from .checkpoint import CheckpointError, ModelSettings, check_device, check_finite, model_type_of
 from .discrete import Pipeline
 from .recognized import GROUPS, Recognized
-from .sources import SourceFile, files_of, open_source
+from .sources import Lazy, SourceFile, files_of, open_source
 
 MAX_NEIGHBORS = 1024  # columns of LANTERN's table that are kept; its release reads no more
 PREFIX_LEN = 256  # ids that a prompt has at most, with what a family puts around it
@@ -45,7 +45,6 @@ class Family:
     stride: int         # pixels a side of a code
     settings: ModelSettings
     scaled: bool = False  # codes have length 1 where they become pixels
-    license: str = ""
     # the papers' settings of methods where they are others than for the shipped model; sources: docs/families.md
     methods: dict[str, dict] = field(default_factory=dict)
 
@@ -63,6 +62,7 @@ FAMILIES = {
     "glm-image": Family("glm_image", "GlmImageForConditionalGeneration", "GlmImageProcessor", 1024, 32,
                         ModelSettings(1.0, 0, 0.75, temperature=0.9), scaled=True),
 }
+WEIGHTS = {".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".npy"}
 TOKENIZERS = "tokenizer.json", "tokenizer.model", "vocab.json"
 SUBFOLDERS = "vision_language_encoder", "processor"  # of GLM-Image's files
 
@@ -94,11 +94,12 @@ class FamilyPipeline(Pipeline):
 
     draft_files = {"eagle": "EAGLE head (--draft)", "small": "small model (--draft)"}
 
-    def __init__(self, family: Family, target: ImageModel, prompts: FamilyPrompts, folder: Path, side: int):
+    def __init__(self, name: str, target: ImageModel, prompts: FamilyPrompts, folder: Path, side: int):
         nn.Module.__init__(self)
+        family = FAMILIES[name]
         self.family, self.settings, self.folder, self.prompts = family, family.settings, folder, prompts
         self.gpt, self.eagle, self.small, self.table, self._neighbors = target, None, None, None, {}
-        self.tokenizer, self.own_side, self.note = None, side, ""
+        self.name, self.usual_methods, self.own_side, self.note = name, family.methods, side, ""
         self.has_codebook = "quantize" not in target.model.missing  # else transformers has filled in random numbers
 
     @staticmethod
@@ -125,29 +126,25 @@ class FamilyPipeline(Pipeline):
         """
         check_device(device)
         about = family_of(family)
-        folder = found(folder)
-        model, processor = read_model(folder, about, family, dtype), read_processor(folder, about)
-        size = about.image_size if image_size is None else image_size
-        if size % about.stride or size < about.stride:
-            raise ValueError(f"image_size must be a positive multiple of {about.stride}, the pixels a side of a code, "
-                             f"got {size}")
-        model = model.to(device)
+        folder, draft, vq = (path and found(path) for path in (folder, draft, vq))
+        size, step = image_size or about.image_size, about.stride * (1 + (family == "lumina-mgpt"))  # of even grids
+        if image_size is not None and (not isinstance(image_size, int) or image_size < step or image_size % step):
+            raise ValueError(f"image_size must be a positive multiple of {step} for {family}, got {image_size!r}")
+        check_type(folder, about, family)
+        processor, model = read_processor(folder, about), read_model(folder, about, family, dtype).to(device)
         target, ids_of = target_of(family, model, processor, size // about.stride, prefix_len)
         if image_size not in (None, target.grid[0] * about.stride):
             raise ValueError(f"image_size must not be given for {family}, whose grid its files say, got {size}")
-        pipeline = FamilyPipeline(about, target, FamilyPrompts(ids_of, prefix_len), folder, size)
+        pipeline = FamilyPipeline(family, target, FamilyPrompts(ids_of, prefix_len), folder, size)
         pipeline.add_decoder(vq)
         if draft is not None:
-            pipeline.add_draft_model(found(draft), processor)
-        for part in filter(None, (target, pipeline.small)):
-            if target.device.type == "cpu":
-                try:
-                    part.use_decoder_layers()
-                except ValueError:  # GLM-Image, for instance: its modules read
-                    pass
+            pipeline.add_draft_model(draft, processor)
+        for part in filter(None, (target, pipeline.small) if target.device.type == "cpu" else ()):
+            with suppress(ValueError):  # of GLM-Image, for instance: its modules read
+                part.use_decoder_layers()
         return pipeline.requires_grad_(False).eval()
 
-    def add_decoder(self, vq: str | Path | None) -> None:
+    def add_decoder(self, vq: Path | None) -> None:
         """Find what makes pictures of Chameleon's codes, in the model's own files if nothing else is given."""
         target = self.gpt
         if self.family.model_type != "chameleon":
@@ -159,7 +156,7 @@ class FamilyPipeline(Pipeline):
             else:
                 self.set_side(len(target.vqmodel.config.channel_multiplier))
             return
-        source = open_source(self.folder if vq is None else Path(vq))
+        source = open_source(self.folder if vq is None else vq)
         if vq is None and not any(map(DECODER.match, source.tensors)):
             self.note = ("the model's files have no decoder of Chameleon's codes: pictures show codes as colors, and "
                          "--vq FILE (vqgan.ckpt) makes real ones")
@@ -178,13 +175,12 @@ class FamilyPipeline(Pipeline):
         tables = sorted(folder.glob("top_*_indices.npy")) if folder.is_dir() else []
         if tables:
             self.table = read_table(tables[0], self.gpt.num_codes).to(self.device)
-        source = open_source(folder)
-        if any(name == "fc.weight" for name in source.tensors):
+        source = open_source(part_of(folder, 0))
+        if "fc.weight" in source.tensors:
             self.eagle = load_eagle(source, self.gpt)
             return
-        family = next(name for name, about in FAMILIES.items() if about is self.family)
-        model = read_model(folder, self.family, family, self.dtype).to(self.device)
-        small, _ = target_of(family, model, processor, self.gpt.grid[0], self.gpt.prefix_len)
+        model = read_model(folder, self.family, self.name, self.dtype).to(self.device)
+        small, _ = target_of(self.name, model, processor, self.gpt.grid[0], self.gpt.prefix_len)
         if small.grid != self.gpt.grid or not torch.equal(small.ids, self.gpt.ids):
             raise CheckpointError(f"draft {folder} must be a model of the target's grid {self.gpt.grid} and ids of "
                                   f"codes, got grid {small.grid} and {small.num_codes} codes")
@@ -229,9 +225,11 @@ class FamilyPipeline(Pipeline):
     @inference
     def pictures(self, tokens: Tensor) -> list[Image.Image]:
         """Tokens (B, L) int64 -> B pictures; without a decoder the codes as colors, as `note` says."""
-        return [colors.resize((self.side, self.side), Image.Resampling.NEAREST) for colors in code_colors(
-            self.gpt.codes_of(tokens), self.codebook(True) if self.has_codebook else torch.arange(
-                self.gpt.num_codes, device=self.device).float()[:, None])] if self.note else self.gpt.pictures(tokens)
+        if not self.note:
+            return self.gpt.pictures(tokens)
+        by_number = torch.arange(self.gpt.num_codes, device=self.device).float()[:, None]
+        colors = code_colors(self.gpt.codes_of(tokens), self.codebook(True) if self.has_codebook else by_number)
+        return [picture.resize((self.side, self.side), Image.Resampling.NEAREST) for picture in colors]
 
 
 def family_of(name: str) -> Family:
@@ -245,8 +243,8 @@ def found(folder: str | Path) -> Path:
     """A folder or file that exists, or the copy in Hugging Face's cache of what a model hub has by this name."""
     if (path := Path(folder)).exists():
         return path
-    wanted = f"there is no folder {folder}"
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder)):
+    wanted = f"there is no file or folder {folder}"
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder)) and path.suffix not in WEIGHTS:
         with suppress(Exception):  # transformers raises many kinds
             from transformers.utils import cached_file
 
@@ -269,22 +267,22 @@ def read_model(folder: Path, family: Family, name: str, dtype: torch.dtype) -> n
     Raises:
         CheckpointError: a file is missing, or is of another family, or a tensor is missing
     """
-    if (model_type := model_type_of(folder)) != family.model_type:
-        raise CheckpointError(f"model must be a folder with a config.json of model_type {family.model_type}, as {name} "
-                              f"has it, got {model_type or 'none that can be read'} in {folder}")
+    check_type(folder, family, name)
     folder = part_of(folder, 0)
     files_of(folder)
     try:
         import transformers
 
-        model, report = getattr(transformers, family.model).from_pretrained(
-            folder, local_files_only=True, dtype=dtype, output_loading_info=True)
+        model_class = getattr(transformers, family.model)
     except ImportError as error:
         raise ValueError("a family needs transformers, which is missing: pip install \"specvis[transformers]\""
                          ) from error
     except AttributeError as error:
         raise ValueError(f"transformers must have {family.model} for {name}, got version {transformers.__version__}"
                          ) from error
+    try:
+        model, report = model_class.from_pretrained(folder, local_files_only=True, dtype=dtype,
+                                                    output_loading_info=True)
     except Exception as error:  # transformers and safetensors raise many kinds
         raise CheckpointError(f"model {folder} cannot be read by transformers: {first_line(error)}") from error
     missing = sorted(report["missing_keys"])
@@ -293,6 +291,13 @@ def read_model(folder: Path, family: Family, name: str, dtype: torch.dtype) -> n
     model.requires_grad_(False).eval()
     model.missing = {key.split(".vqmodel.")[1].split(".")[0] for key in missing}
     return model
+
+
+def check_type(folder: Path, family: Family, name: str) -> None:
+    """CheckpointError unless config.json is of this family"""
+    if (model_type := model_type_of(folder)) != family.model_type:
+        raise CheckpointError(f"model must be a folder with a config.json of model_type {family.model_type}, as {name} "
+                              f"has it, got {model_type or 'none that can be read'} in {folder}")
 
 
 def read_processor(folder: Path, family: Family):
@@ -362,7 +367,8 @@ def load_eagle(source: SourceFile | str | Path, target: ImageModel) -> Transform
     source = source if isinstance(source, SourceFile) else open_source(Path(source))
     tensors, own = source.tensors, target.embed.weight
     if (embedding := tensors.pop("embed_tokens.weight", None)) is not None:
-        if embedding.shape != own.shape or not own.is_meta and not is_near(embedding.make(), own):  # meta: offloaded
+        if embedding.shape != own.shape or not embedding.dtype.is_floating_point or (
+                not own.is_meta and not is_near(embedding.make(), own)):  # meta: offloaded
             raise CheckpointError(f"{source.path} must have the target's embedding, {tuple(own.shape)}, got another "
                                   f"one, {embedding.shape}: it is a head for another model")
     heads = {"q_norm": target.config.num_attention_heads,
@@ -371,7 +377,7 @@ def load_eagle(source: SourceFile | str | Path, target: ImageModel) -> Transform
         num_heads = heads.get(name.rpartition(".")[0].rpartition(".")[2])
         if num_heads and len(tensor.shape) == 2 and tensor.shape[0] and num_heads % tensor.shape[0] == 0:
             rows = num_heads // tensor.shape[0]
-            tensors[name] = type(tensor)((num_heads, tensor.shape[1]), tensor.dtype, lambda tensor=tensor, rows=rows:
+            tensors[name] = Lazy((num_heads, tensor.shape[1]), tensor.dtype, lambda tensor=tensor, rows=rows:
                                          tensor.make().repeat_interleave(rows, 0))
     for name in ("rms_norm_eps", "rope_theta"):
         mine = getattr(target.config, name, None) or (getattr(target.config, "rope_parameters", None) or {}).get(name)

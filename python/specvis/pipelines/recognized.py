@@ -17,6 +17,7 @@ from .sources import CODES, Lazy, SourceFile
 
 UNREAD = re.compile(r"^loss\.|^n_averaged$|(freqs_cis|inv_freq|causal_mask|_cache|codebook_used)$")  # nor by releases
 GROUPS = 32          # the published tokenizers' group norms have 32 groups; no tensor's shape says it
+FAMILY_TYPES = "chameleon", "emu3", "janus", "glm_image", "glm_image_text"  # model_type in config.json
 KINDS = {            # what is in the names of a model's tensors
     "gpt": (r"layers\.\d+\.attention\.",),
     "split": (r"model\.layers\.\d+\.self_attn\.", r"model\.cls_embedding\."),  # LANTERN's copy of a GPT
@@ -90,7 +91,7 @@ def recognized(source: SourceFile, heads: int | None, say: Callable[[str], None]
     tensors = source.tensors
     if len(tensors) == 1 and (table := next(iter(tensors.values()))) and not table.dtype.is_floating_point:
         return recognized_table(source, table)
-    if of_family := of_a_family(tensors):
+    if of_family := of_a_family(source):
         option, what = of_family
         raise CheckpointError(f"{source.path} is {what}, which needs no folder of this kind: give it to specvis "
                               f"generate as {option}, with --family (docs/families.md)")
@@ -118,12 +119,12 @@ def recognized(source: SourceFile, heads: int | None, say: Callable[[str], None]
     return recognized_vq(source) if kind == "vq" else recognized_kl(source)
 
 
-def of_a_family(names: Iterable[str]) -> tuple[str, str] | None:
+def of_a_family(source: SourceFile) -> tuple[str, str] | None:
     """What is of one of transformers' families: the option that takes it, and what it is."""
-    joined = "\n".join(names)
-    if re.search(r"^model\.(language_model\.|text_model\.)?layers\.", joined, re.M) and ".vqmodel." in joined:
+    joined, model_type = "\n".join(source.tensors), source.config.get("model_type")
+    if "fc.weight" not in source.tensors and (model_type in FAMILY_TYPES or "model.vqmodel." in joined):
         return "--model", "a model of transformers that draws images"
-    if re.search(r"^fc\.weight$", joined, re.M) and re.search(r"^layers\.0\.input_layernorm\.", joined, re.M):
+    if "fc.weight" in source.tensors and re.search(r"^layers\.0\.input_layernorm\.", joined, re.M):
         return "--draft", "an EAGLE head for a model of transformers, such as Anole"
     if "quantize.embedding.weight" in joined and re.search(r"^decoder\.up\.\d+\.block\.", joined, re.M):
         return "--vq", "Chameleon's VQ-GAN"
