@@ -19,7 +19,8 @@ from specvis.cli.many import Drawing, PictureRequest
 from specvis.cli.options import ModelFiles
 from specvis.cli.workers import Worker
 from specvis.decoding.methods import parse_method
-from specvis.pipelines.families import FAMILIES, FamilyPipeline, code_colors, load_eagle, load_vqgan
+from specvis.pipelines.families import FAMILIES, FamilyPipeline, code_colors
+from specvis.pipelines.family_parts import load_eagle, load_vqgan
 from tests.families import HAS_GLM_IMAGE, C, released, saved, saved_vqgan
 
 SIZES = {"anole": 64, "lumina-mgpt": 64, "emu3": 32, "janus-pro": None, "glm-image": 64}

@@ -12,7 +12,8 @@ from ..models.vq import VQConfig
 from ..pipelines.checkpoint import model_type_of, read_config, read_settings
 from ..pipelines.convert import IMAGE_SIZES
 from ..pipelines.convert import convert as convert_files
-from ..pipelines.families import DECODER, FAMILIES, TOKENIZERS, part_of
+from ..pipelines.families import FAMILIES, TOKENIZERS, part_of
+from ..pipelines.family_parts import DECODER
 from ..pipelines.recognized import of_a_family
 from ..pipelines.sources import open_file, open_source
 from ..terminal import printable

@@ -382,9 +382,9 @@ class ImageModel:
 
 class Chameleon(ImageModel):
     """ChameleonForConditionalGeneration. transformers has no decoder for its codes: `vqmodel` may be set to what
-    `pipelines.families.load_vqgan` reads."""
+    `pipelines.family_parts.load_vqgan` reads."""
 
-    way_out = "set target.vqmodel = load_vqgan('vqgan.ckpt') of specvis.pipelines.families, from Chameleon's release"
+    way_out = "set target.vqmodel = load_vqgan('vqgan.ckpt') of specvis.pipelines.family_parts, from Chameleon's release"
 
     def __init__(self, model: nn.Module, prefix_len: int, grid: tuple[int, int], null_prompt: Sequence[int],
                  newline: int | None = None, begin: Sequence[int] = ()):
