@@ -384,7 +384,7 @@ class Chameleon(ImageModel):
     """ChameleonForConditionalGeneration. transformers has no decoder for its codes: `vqmodel` may be set to what
     `pipelines.family_parts.load_vqgan` reads."""
 
-    way_out = "set target.vqmodel = load_vqgan('vqgan.ckpt') of specvis.pipelines.family_parts, from Chameleon's release"
+    way_out = "set target.vqmodel = load_vqgan('vqgan.ckpt') of specvis.pipelines.family_parts, Chameleon's own"
 
     def __init__(self, model: nn.Module, prefix_len: int, grid: tuple[int, int], null_prompt: Sequence[int],
                  newline: int | None = None, begin: Sequence[int] = ()):
