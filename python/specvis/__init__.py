@@ -6,10 +6,10 @@
     print(decoded.tau)  # tokens per target forward
 
 The picture is the one that `specvis generate --prompt "red heart" --seed 0` draws: `pipeline.sampling` has its numbers.
-`Pipeline` decodes discrete tokens, `MARPair` continuous ones. METHODS are the recipes by name, and `parse_method` reads
-what the command line takes. The loops themselves, for models of your own, are `decode`, `jacobi_decode` and
-`speculative_decode` (see `specvis.models.interface`), and for continuous tokens `parallel_decode` and
-`continuous_decode`.
+`Pipeline` decodes discrete tokens, `FamilyPipeline` those of transformers' families, `MARPair` continuous ones. METHODS
+are the recipes by name, and `parse_method` reads what the command line takes. The loops themselves, for models of your
+own, are `decode`, `jacobi_decode` and `speculative_decode` (see `specvis.models.interface`), and for continuous tokens
+`parallel_decode` and `continuous_decode`.
 """
 from importlib import import_module
 
@@ -25,6 +25,7 @@ _HOMES = {
     "decoding.speculative": ("speculative_decode",),
     "decoding.trees": ("Adaptation",),
     "pipelines.discrete": ("Pipeline",),
+    "pipelines.families": ("FamilyPipeline",),
     "pipelines.mar": ("MARPair",),
 }
 __all__ = sorted(name for names in _HOMES.values() for name in names)
