@@ -47,7 +47,8 @@ test-transformers: $(VENV)/installed  # what uses transformers, with its VERSION
 	$(PIP) install -q --upgrade --target $(VENV)/transformers-$(VERSION) -c $(VENV)/constraints-$(VERSION).txt \
 		transformers==$(VERSION)
 	PYTHONPATH=$(VENV)/transformers-$(VERSION) $(PYTEST) tests/compat/test_transformers.py tests/compat/test_hosts.py \
-		tests/models/test_transformers.py tests/test_examples.py tests/test_documents.py tests/laws/test_docstrings.py \
+		tests/models/test_transformers.py tests/models/test_transformers_eagle.py tests/pipelines/test_families.py \
+		tests/test_examples.py tests/test_documents.py tests/laws/test_docstrings.py \
 		-k "transformers or hosts or use_it or families"
 
 test-servers: $(VENV)/installed  # the plugins in the servers' own classes: tested wheels of vLLM and SGLang, 375 MB
