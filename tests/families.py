@@ -95,7 +95,8 @@ def saved(family: str, folder: Path, seed: int = 0) -> Path:
     texts = {name: text for name, (text, _) in SPECIAL.items()}
     if family == "glm-image":  # its processor begins an image with bos_token
         texts["bos_token"] = texts["boi_token"]
-    tokenizer = transformers.PreTrainedTokenizerFast(
+    kinds = {} if HAS_GLM_IMAGE else {"emu3": "GPT2TokenizerFast", "janus-pro": "LlamaTokenizerFast"}
+    tokenizer = getattr(transformers, kinds.get(family, "PreTrainedTokenizerFast"))(
         tokenizer_object=tokenizer, **{name: texts[name] for name in usual},
         extra_special_tokens={name: text for name, text in texts.items() if name not in usual})
     if family in ("anole", "lumina-mgpt"):
