@@ -73,6 +73,8 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
                      rejected)
     """
     methods = list(dict.fromkeys(parse_methods(names, model.methods())))
+    for method in methods:
+        model.check(method)
     if style is not None and not prompts:
         raise ValueError("style must be given with --prompt: the prompts of compare have theirs")
     prompts = list(prompts or (options.FAMILY_PROMPTS if model.family else PROMPTS))

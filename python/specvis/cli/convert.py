@@ -71,7 +71,8 @@ def described_of_family(path: Path) -> list[str]:
     if not option:
         raise ValueError("model must be a folder that specvis convert makes, or a model, EAGLE head or VQ-GAN of one "
                          f"of transformers' families, got {path}")
-    families = [name for name, family in FAMILIES.items() if family.model_type == model_type] or ["NAME"]
+    families = [name for name, family in FAMILIES.items() if family.model_type == model_type or option == "--vq"
+                and family.model_type == "chameleon"] or ["NAME"]
     lines = [what, f"option: --family {' or '.join(families)} {option} {path}"]
     if option == "--model":
         tokenizers = [name for name in TOKENIZERS if (part_of(path, 1) / name).exists()]

@@ -89,6 +89,9 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
     if workers and device.startswith("cuda:"):
         raise ValueError(f"device must be cuda where there are workers, each of which sees its own GPU, got {device}")
     method = parse_method(name, model.methods())
+    model.check(method)
+    if model.family and style is not None:
+        raise ValueError(f"style must not be given with --family {model.family}, whose prompts are free text")
     if animate:
         if given := [option for option in ("out", *WITH_FILE) if options.is_given(option)]:
             raise ValueError(f"{given[0]} must not be given with --animate: its pictures are drawn all at once")

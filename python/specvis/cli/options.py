@@ -81,6 +81,12 @@ class ModelFiles:
         """Parameters of methods that this model's paper has otherwise."""
         return FAMILIES[self.family].methods if self.family else {}
 
+    def check(self, method: Method | ContinuousMethod) -> None:
+        """Raise ValueError if a draft model is missing, before any weights are read."""
+        if self.family and self.draft is None and method.parameters.get("draft_model"):
+            raise ValueError(f"draft must be given for {method.name}: an EAGLE head, or a smaller model of the family "
+                             "(docs/families.md); vanilla, jacobi and gsd need none")
+
     def absolute(self) -> "ModelFiles":
         """The same for processes in other folders."""
         model, draft, vq = (path and (found(path) if self.family else path).absolute()

@@ -1,6 +1,7 @@
 """Families of transformers from their folders: model, prompts, draft model and pixels. See docs/families.md."""
 import inspect
 import re
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -79,7 +80,7 @@ class FamilyPrompts:
             found.append(list(map(int, self.ids_of(prompt))))
             if len(found[-1]) > self.prefix_len:
                 raise ValueError(f"a prompt must have at most prefix_len={self.prefix_len} ids with what the model "
-                                 f"puts around it, got {len(found[-1])} of {prompt[:60]!r}")
+                                 f"puts around it, got {len(found[-1])} of {prompt[:60]!r}; shorten it")
         return found
 
 
@@ -269,6 +270,8 @@ def read_model(folder: Path, family: Family, name: str, dtype: torch.dtype) -> n
         import transformers
 
         model_class = getattr(transformers, family.model)
+        if not sys.stderr.isatty():
+            transformers.utils.logging.disable_progress_bar()
     except ImportError as error:
         raise ValueError("a family needs transformers, which is missing: pip install \"specvis[transformers]\""
                          ) from error

@@ -112,7 +112,7 @@ def load_vqgan(source: SourceFile | str | Path, num_codes: int = 8192, codebook:
     codes = weights["quantize.embedding.weight"]
     if codebook is not None and (codebook.shape != codes.shape or not is_near(codes.to(codebook.dtype), codebook)):
         raise CheckpointError(f"{source.path} must have the model's codebook, {tuple(codebook.shape)}, got another "
-                              f"one, {tuple(codes.shape)}: it is another model's VQ-GAN")
+                              f"one, {tuple(codes.shape)} of other numbers: it is another model's VQ-GAN")
     return vq
 
 
