@@ -30,9 +30,13 @@ def test_the_loop_accepts_and_draws_as_ours(text):
     L, prompts, sampling = pipeline.num_tokens, ["red heart"] * B, Sampling.of(list(range(B)), **WIDE)
     at = L - 3  # where the first step begins; two levels are in the image, and the released loop drafts beyond it
     known = torch.randint(64, (1, at - 1), generator=torch.Generator().manual_seed(3)).repeat(B, 1)
+
+    def draft_model(*source):
+        inputs = cfg_inputs(pipeline.gpt, *pipeline.gpt.condition(*source))
+        return EagleDraftModel(pipeline.gpt, pipeline.eagle, *inputs)
+
     both = (pipeline.tokens(prompts, method, sampling, known_tokens=known),
-            decode_as_released(pipeline, lambda *of: EagleDraftModel(
-                pipeline.gpt, pipeline.eagle, *cfg_inputs(pipeline.gpt, *of)), prompts, method, sampling, known))
+            decode_as_released(pipeline, draft_model, prompts, method, sampling, known))
     accepted = [decoded.num_accepted[:, at].double() for decoded in both]
     assert accepted[0].mean() > 0.15
     assert abs(accepted[0].mean() - accepted[1].mean()) < 4 * sum(a.var() / B for a in accepted) ** 0.5
