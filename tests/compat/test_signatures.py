@@ -73,6 +73,7 @@ def test_nothing_has_moved(tmp_path, capsys):
     ("spec_decode/rejection_sampler.py", "import rejection_sample", "import reject as rejection_sampler",
      "rejection_sample (imported) rejection_sample is not imported any more"),
     ("sampling.py", "predicts, ", "", "predicts is gone"),
+    ("spec_tree.py", "topk=-1):", "topk=-1, coins=None):", "verify_tree_greedy_func (defined) coins is new"),
     ("eagle_utils.py", "if is_cuda:", "def build():", "top_p_renorm_prob is not imported any more"),
     ("eagle_utils.py", "is_xpu,", "is_xpu, is_tpu,", "_verify_uses_greedy (defined) is_tpu is new"),
     ("gpu_model_runner.py", ".gpu[0]", ".cpu[0]", "is not said any more: seed_exact reads seeds and positions there"),

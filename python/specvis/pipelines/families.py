@@ -241,7 +241,7 @@ def found(folder: str | Path) -> Path:
         return path
     wanted = f"there is no file or folder {folder}"
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder)) and path.suffix not in WEIGHTS:
-        with suppress(Exception):  # transformers raises many kinds
+        with suppress(ImportError, OSError, ValueError):  # no transformers, no cache, no such name
             from transformers.utils import cached_file
 
             for part in ("", SUBFOLDERS[0]):
@@ -281,7 +281,9 @@ def read_model(folder: Path, family: Family, name: str, dtype: torch.dtype) -> n
     try:
         model, report = model_class.from_pretrained(folder, local_files_only=True, dtype=dtype,
                                                     output_loading_info=True)
-    except Exception as error:  # transformers and safetensors raise many kinds
+    except MemoryError:
+        raise
+    except Exception as error:  # transformers and safetensors raise many kinds, and none is passed over
         raise CheckpointError(f"model {folder} cannot be read by transformers: {first_line(error)}") from error
     missing = sorted(report["missing_keys"])
     if wrong := [key for key in missing if family.model_type != "chameleon" or ".vqmodel." not in key]:
