@@ -12,7 +12,7 @@ from .codebook_neighbors import codebook_neighbors
 from .commit_kv import commit_kv
 from .commit_tokens import CommitTokensResult, commit_tokens  # noqa: F401  for the loop of specvis alone
 from .couple_tokens import CoupleTokensResult, couple_tokens
-from .decoder_layers import DecoderLayer, PackedLayers, decoder_layers, pack_layers
+from .decoder_layers import DecoderLayer, PackedLayers, decoder_layers, join_weights, pack_layers
 from .denoise_tokens import DenoiserBlock, DenoiseTokensResult, PackedDenoiser, denoise_tokens, pack_denoiser
 from .draft_children import DraftChildrenResult, draft_children
 from .draft_frontier import DraftFrontierResult, draft_frontier
@@ -66,7 +66,7 @@ __all__ = [
     "GuidedProbsResult", "NeighborhoodSumResult", "PackedBlocks", "PackedDenoiser", "PackedLayers", "RMSNormResult",
     "ResampleGaussianResult", "SampleResidualResult", "SelectTreeResult", "StatusError", "TokenLogProbsResult",
     "TransformerBlock", "TreeLinksResult", "VerifyChainResult", "VerifyGreedyResult", "VerifyResult",
-    "backends", "check_status", "gumbel_noise", "ops", "pack_blocks", "pack_denoiser", "pack_layers", "pack_weight",
-    "philox_words", "tree_from_choices", "tree_from_mask", "tree_from_paths", "tree_paths",
+    "backends", "check_status", "gumbel_noise", "join_weights", "ops", "pack_blocks", "pack_denoiser", "pack_layers",
+    "pack_weight", "philox_words", "tree_from_choices", "tree_from_mask", "tree_from_paths", "tree_paths",
     "EMPTY_RESIDUAL", "INVALID_DRAFT", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE", "OUT_OF_TRIES",
 ]

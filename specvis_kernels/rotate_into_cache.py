@@ -2,12 +2,14 @@
 import torch
 from torch import Tensor
 
-from ._checks import FLOATS, check, check_count, check_dims, integers
+from ._checks import FLOATS, check, check_count, check_dims, check_eps, integers
 from ._define import define
 
 
 def rotate_into_cache(qkv: Tensor, kv_cache: Tensor, lengths: Tensor, positions: Tensor, rotations: Tensor, *,
-                      first_node: int = 0, rotates_halves: bool = False, backend: str | None = None) -> Tensor:
+                      first_node: int = 0, rotates_halves: bool = False,
+                      head_norms: tuple[Tensor, Tensor] | None = None, head_eps: float = 1e-5,
+                      backend: str | None = None) -> Tensor:
     """Turn the queries and keys of draft trees' nodes, and put keys and values into a cache. This writes to the cache.
 
     A pair of entries (a, b) of a query or a key becomes (a c - b s, a s + b c), with cosine c and sine s of the node's
@@ -15,7 +17,8 @@ def rotate_into_cache(qkv: Tensor, kv_cache: Tensor, lengths: Tensor, positions:
     the cache is not written. Row r belongs to request r % B. After it comes `tree_attention(q, *kv_cache.unbind(2),
     lengths, ancestors)`.
 
-    Numbers are computed in float32 and rounded once. All backends give the same bits.
+    Numbers are computed in float32 and rounded once. All backends give the same bits; with `head_norms` but for about
+    one head of float32 in a million, whose moments, in float64, show the order of their terms.
 
     Args:
         qkv:            (R, N, Q) float32, float16 or bfloat16   Q = (H + 2 Hkv) D: the heads of queries, keys, values
@@ -26,6 +29,9 @@ def rotate_into_cache(qkv: Tensor, kv_cache: Tensor, lengths: Tensor, positions:
         rotations:      (P, D / 2, 2) float32      cosine and sine by which pairs of entries are turned
         first_node:     how many nodes of the tree are in the cache
         rotates_halves: a pair is entries i and i + D / 2, as in transformers; else 2 i and 2 i + 1, as in LlamaGen
+        head_norms:     (H + Hkv, D) each, as qkv    scale and shift of LayerNorms of each head of queries and keys,
+                                                   before it is turned; None: there are none
+        head_eps:       of the LayerNorms, a number >= 0, rounded to float32
         backend:        None for the device's own kernel; a name from `backends("rotate_into_cache")` to force one
 
     Returns:
@@ -66,15 +72,29 @@ def rotate_into_cache(qkv: Tensor, kv_cache: Tensor, lengths: Tensor, positions:
         raise ValueError(f"the rows of qkv must be a multiple of the rows of positions, Y={Y}, got {R}")
     if R % B if B else R:
         raise ValueError(f"the rows of qkv must be a multiple of the requests of lengths, B={B}, got {R}")
-    return _call(backend, qkv, kv_cache, lengths, positions, rotations, first_node, rotates_halves)
+    scale, shift = check_head_norms("head_norms", head_norms, qkv, heads=Q // D - Hkv, D=D)
+    check_eps("head_eps", head_eps)
+    return _call(backend, qkv, kv_cache, lengths, positions, rotations, scale, shift, first_node, rotates_halves,
+                 float(head_eps))
 
 
-def _oracle(qkv: Tensor, kv_cache: Tensor, lengths: Tensor, positions: Tensor, rotations: Tensor, first_node: int,
-            rotates_halves: bool):
+def check_head_norms(name: str, norms: tuple[Tensor, Tensor] | None, like: Tensor, **sizes: int) -> tuple:
+    """Scale and shift, or None and None. Raises ValueError: they are not two tensors of these sizes."""
+    if norms is not None and (not isinstance(norms, tuple) or len(norms) != 2):
+        raise ValueError(f"{name} must be two tensors, scale and shift, or None")
+    for part in norms or ():
+        check(name, part, like.dtype, like=like, **sizes)
+    return norms or (None, None)
+
+
+def _oracle(qkv: Tensor, kv_cache: Tensor, lengths: Tensor, positions: Tensor, rotations: Tensor, scale: Tensor | None,
+            shift: Tensor | None, first_node: int, rotates_halves: bool, eps: float):
     R, N, Q = qkv.shape
     T, _, G, D = kv_cache.shape[1:]
     heads = qkv.view(R, N, -1, D)
     qk, v = heads.float().split((Q // D - G, G), 2)
+    if scale is not None:
+        qk = head_normed(qk, scale, shift, eps)
     qk = rotated(qk, positions, rotations, rotates_halves)
     q, entries = torch.cat([qk, v], 2).to(qkv.dtype).split((Q // D - 2 * G, 2 * G), 2)
 
@@ -84,6 +104,14 @@ def _oracle(qkv: Tensor, kv_cache: Tensor, lengths: Tensor, positions: Tensor, r
     longer[torch.arange(R, device=qkv.device)[:, None], column] = entries.view(R, N, 2, G, D)
     kv_cache.copy_(longer[:, :T])
     return q.contiguous()
+
+
+def head_normed(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """LayerNorms of heads (.., heads, D) of float32."""
+    variance, mean = torch.var_mean(x.double(), -1, correction=0, keepdim=True)
+    eps = torch.full((), eps, dtype=torch.float32, device=x.device).double()
+    factor = (1 / (variance + eps).sqrt()).float()
+    return (x - mean.float()) * factor * scale.float() + shift.float()
 
 
 def rotated(x: Tensor, positions: Tensor, rotations: Tensor, rotates_halves: bool) -> Tensor:

@@ -13,7 +13,7 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
     unit in the last place, and 0 below -87.
 
     Args:
-        gate:     (.., F) float32, float16 or bfloat16
+        gate:     (.., F) float32, float16 or bfloat16   gate and up may be halves of one tensor's rows
         up:       (.., F) as gate
         backend:  None for the device's own kernel; a name from `backends("swiglu")` to force one
 
@@ -29,14 +29,15 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
     """
     check_rows("gate", gate, "F", FLOATS)
     check_rows("up", up, "F", gate.dtype, like=gate)
-    return _call(backend, *(part.reshape(-1, part.shape[-1]) for part in (gate, up))).view(gate.shape)
+    rows = (part.reshape(-1, part.shape[-1]) for part in (gate, up))
+    return _call(backend, *(part if part.stride(1) == 1 else part.contiguous() for part in rows)).view(gate.shape)
 
 
 def _oracle(gate: Tensor, up: Tensor):
     g = gate.float()
     e = exp(-g.abs())
     silu = (g * e).where(g < 0, g) / (1 + e)
-    return (silu * up.float()).to(gate.dtype)
+    return (silu * up.float()).to(gate.dtype).contiguous()
 
 
-_call = define("swiglu", oracle=_oracle, meta=lambda gate: gate.new_empty(gate.shape))
+_call = define("swiglu", oracle=_oracle, meta=lambda gate: gate.new_empty(gate.shape), strided=("gate", "up"))

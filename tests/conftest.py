@@ -1,4 +1,5 @@
 import os
+from functools import partial
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning turns 0.05 ms into 16 where cores are shared
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")   # NumPy's threads spin too, and take 7 times the CPU
@@ -54,6 +55,21 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Models read their own weights as on a GPU: by PyTorch's products, and between them the ops' kernels for CPUs."""
+    from specvis.models import layers, transformers
+    from specvis_kernels import decoder_layers
+    from specvis_kernels.compat import _layers
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # else a CPU has no such backend
+    for module in (layers, transformers):
+        monkeypatch.setattr(module, "decoder_layers", partial(decoder_layers, backend="triton"))
+    _layers.IN_PANELS.remove("cpu")
+    yield
+    _layers.IN_PANELS.add("cpu")
 
 
 @pytest.fixture

@@ -366,7 +366,7 @@ struct RmsNorm {
 KERNEL(rms_norm, RmsNorm);
 
 struct Swiglu {
-  int64_t numel;
+  int64_t M, F, gate_strides[1], up_strides[1];
   FloatType type;
   const void *gate, *up;  // (M, F)
   void* gated;            // (M, F)
@@ -376,8 +376,10 @@ KERNEL(swiglu, Swiglu);
 struct RotateIntoCache {
   int64_t R, N, B, T, H, G, D, P, Y, first_node;  // G heads of keys and values
   bool has_halves;
+  float eps;
   FloatType type;
   const void* qkv;                     // (R, N, (H + 2 G) D)
+  const void *scale, *shift;           // (H + G, D) or null: of the LayerNorms of queries and keys
   const int64_t *lengths, *positions;  // (B), (Y, N)
   const float* rotations;              // (P, D / 2, 2)
   void *kv_cache, *q;                  // (R, T, 2, G, D), (R, N, H, D)

@@ -1,5 +1,4 @@
-"""swiglu in Triton: one program per block of entries."""
-import torch
+"""swiglu in Triton: one program per block of a row's entries."""
 import triton
 import triton.language as tl
 
@@ -10,19 +9,21 @@ from ._rounding import rounded
 BLOCK = 1024
 
 
-@kernel("gate", "up", "gated")
-def swiglu_kernel(gate, up, gated, numel, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    g = tl.load(gate + i, mask=i < numel, other=0.0).to(tl.float32)
-    u = tl.load(up + i, mask=i < numel, other=0.0).to(tl.float32)
+@kernel("gate", "up", "gated", "gate_stride", "up_stride", "F")
+def swiglu_kernel(gate, up, gated, gate_stride, up_stride, F, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(gate + row * gate_stride + i, mask=i < F, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + i, mask=i < F, other=0.0).to(tl.float32)
     e = exp(-tl.abs(g))
     silu = tl.div_rn(tl.where(g < 0, g * e, g), 1.0 + e)
-    tl.store(gated + i, rounded(silu * u, gated.dtype.element_ty), mask=i < numel)
+    tl.store(gated + row * F + i, rounded(silu * u, gated.dtype.element_ty), mask=i < F)
 
 
 def swiglu(gate, up):
-    gated = torch.empty_like(gate)
-    if gate.numel() > 0:
-        swiglu_kernel[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, gated, gate.numel(), BLOCK=BLOCK, num_warps=4,
-                                                           enable_fp_fusion=False)
+    M, F = gate.shape
+    gated = gate.new_empty(M, F)
+    if M > 0:
+        swiglu_kernel[(M, triton.cdiv(F, BLOCK))](gate, up, gated, gate.stride(0), up.stride(0), F, BLOCK=BLOCK,
+                                                  num_warps=4, enable_fp_fusion=False)
     return gated

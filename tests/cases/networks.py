@@ -54,7 +54,7 @@ TOLERANCES["decoder_layers"] = dict.fromkeys((0, 1, 4, 5), (1e-2, 2e-2))
 def decoder_layers(B, N, E, H, Hkv, D, ffn_dim, options=None):
     """Rows with and without the condition. extra: biases, and LayerNorms of q and k."""
     options = {"dtype": torch.float32, "first": 0, "mask": False, "halves": False, "extra": False, "norm": True,
-               "layers": 2} | (options or {})
+               "layers": 2, "in_panels": None} | (options or {})
     dtype, first, L = options["dtype"], options["first"], options["layers"]
     g = torch.Generator().manual_seed(B + N + E + D)
 
@@ -70,7 +70,7 @@ def decoder_layers(B, N, E, H, Hkv, D, ffn_dim, options=None):
                             *norms, *(extra if options["extra"] else ()))
 
     layers = pack_layers([layer() for _ in range(L)], 1 + normal(E, scale=0.1) if options["norm"] else None, heads=H,
-                         rotates_halves=options["halves"])
+                         rotates_halves=options["halves"], in_panels=options["in_panels"])
     T = first + N + 20
     angles = torch.rand(T, D // 2, generator=g) * 6
     ancestors = ancestors_of(random_parents(B, first + N - 1, g))[:, first:].contiguous()
@@ -95,19 +95,20 @@ def rms_norm(M, E, dtype=torch.float32, residual=False):
     return (x, weight), {"residual": more if residual else None}
 
 
-# Pairs that are neighbors and that are halves; nodes after the first level; each dtype.
+# Pairs that are neighbors and that are halves; nodes after the first level; each dtype; LayerNorms of heads.
 CASES["rotate_into_cache"] = [
     (1, 1, 1, 1, 2),
     (2, 7, 4, 2, 20, {"halves": True, "first": 3}),
     (3, 20, 3, 3, 64, {"dtype": torch.bfloat16}),
     (1, 33, 2, 1, 96, {"dtype": torch.float16, "halves": True}),
+    (2, 5, 4, 2, 24, {"norms": True, "dtype": torch.bfloat16}),
 ]
 
 
 def rotate_into_cache(B, N, H, Hkv, D, options=None):
     """Rows with and without the condition, and columns and positions that do not exist."""
     options = {"dtype": torch.float32, "first": 0, "halves": False, "columns": N + 20,
-               "lengths": None} | (options or {})
+               "lengths": None, "norms": False} | (options or {})
     dtype, first, T = options["dtype"], options["first"], options["columns"]
     g = torch.Generator().manual_seed(B + N + D)
     qkv, cache = (torch.randn(*size, generator=g).to(DEVICE, dtype)
@@ -115,8 +116,9 @@ def rotate_into_cache(B, N, H, Hkv, D, options=None):
     lengths = torch.tensor(options["lengths"] or [T - N + 1, 0, -1]).repeat(B)[:B].to(DEVICE)
     angles = torch.rand(T, D // 2, generator=g) * 6
     positions = torch.randint(-2, T + 3, (B, N), generator=g).to(DEVICE)
+    norms = tuple(torch.randn(2, H + Hkv, D, generator=g).to(DEVICE, dtype)) if options["norms"] else None
     return (qkv, cache, lengths, positions, torch.stack([angles.cos(), angles.sin()], -1).to(DEVICE)), \
-        {"first_node": first, "rotates_halves": options["halves"]}
+        {"first_node": first, "rotates_halves": options["halves"], "head_norms": norms}
 
 
 # Short and long rows of each dtype.

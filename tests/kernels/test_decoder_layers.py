@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from specvis_kernels import DecoderLayer, backends, decoder_layers, pack_layers, tree_links
 from tests import cases
+from tests.cases.comparing import assert_agree, make, run
 
 CPU = pytest.mark.skipif(cases.DEVICE != "cpu", reason="only the CPU's kernel promises this")
 
@@ -104,6 +105,24 @@ def test_a_nan_stays_in_its_row_and_nothing_is_written_outside(length, backend):
     assert not torch.equal(cache[:, 0, T - 2:], before[:, 0, T - 2:])
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+@pytest.mark.parametrize("case", cases.CASES["decoder_layers"])
+def test_weights_are_read_where_they_are(case, dtype, monkeypatch):
+    """Products of PyTorch's, and between them the other ops by this device's kernels: what a GPU runs."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # else a CPU has no such backend
+    *sizes, options = case if isinstance(case[-1], dict) else (*case, {})
+    args, kwargs = make("decoder_layers", *sizes, options)
+    plain, _ = make("decoder_layers", *sizes, options | {"in_panels": False} | ({"dtype": dtype} if dtype else {}))
+    expected = run("decoder_layers", args, kwargs, "oracle")
+    for backend in ("oracle", "triton"):
+        got = run("decoder_layers", plain, kwargs, backend)
+        assert_agree("decoder_layers", [a.to(b.dtype) for a, b in zip(got, expected)], expected, backend)
+    if not dtype:
+        assert_agree("decoder_layers", run("decoder_layers", args, kwargs, "triton"), expected, "triton")
+    with pytest.raises(RuntimeError, match="must be packed in_panels|must be float32 or bfloat16"):
+        run("decoder_layers", plain, kwargs, "cpu")
+
+
 SETS = ["DEFAULT", "AVX2", "AVX512"]
 
 
@@ -127,16 +146,16 @@ def test_refuses_what_does_not_fit():
     named = dict(zip(("x", "layers", "kv_cache", "lengths", "ancestors", "positions", "rotations"), args)) | kwargs
     L, R, T = named["kv_cache"].shape[:3]
     by_hand = [("layers", args[1]._replace(**{name: value}), message) for name, value, message in (
-        ("matrices", None, "layers.matrices must be a tensor, got NoneType"),
-        ("vectors", args[1].vectors[:, 1:], rf"layers.vectors must be float32 \(L={L}, v="),
-        ("vectors", None, "layers.vectors must be float32 .*, got NoneType"),
+        ("matrices", None, "layers.matrices must be a list of .* tensors, as pack_layers makes it, got NoneType"),
+        ("vectors", [args[1].vectors[0][:, 1:]], rf"layers.vectors\[0\] must be float32 \(m={L}, n="),
+        ("vectors", None, "layers.vectors must be a list of 1 tensors, .*, got NoneType"),
         ("last_norm", args[2].new_zeros(8), r"layers.last_norm must be float32 \(E=64\), got float32 \(8,\)"),
         ("heads", "2", "layers.heads must be an integer >= 1, got '2'"),
         ("ffn_dim", None, "layers.ffn_dim must be an integer >= 1, got None"),
         ("eps", float("nan"), "layers.eps must be a number >= 0 that fits into float32, got nan"),
         ("head_eps", -1, "layers.head_eps must be a number >= 0 that fits into float32, got -1"))]
     for name, value, message in (
-            *by_hand, ("x", args[0].bfloat16(), r"layers.matrices must be bfloat16 .*, got float32"),
+            *by_hand, ("x", args[0].bfloat16(), "kv_cache must be bfloat16 .*, got float32"),
             ("layers", None, "layers must be PackedLayers, from pack_layers, got NoneType"),
             ("kv_cache", args[2].bfloat16(), "kv_cache must be float32 .*, got bfloat16"),
             ("kv_cache", args[2].transpose(1, 2), rf"kv_cache must be float32 \(L={L}, R={R}, .*got float32"),

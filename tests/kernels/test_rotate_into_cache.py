@@ -34,6 +34,16 @@ def test_a_column_outside_the_cache_is_not_written(backend):
             assert [t for t in range(T) if changed[:, t].all()] == list(columns) and changed.sum() == 2 * len(columns)
 
 
+def test_heads_are_normalized_before_they_turn(backend):
+    qkv = torch.tensor([1., 3., 10., 30., 5., 6.]).view(1, 1, 6).to(DEVICE)  # a query, a key and a value of two entries
+    cache, at = torch.zeros(1, 1, 2, 1, 2, device=DEVICE), torch.tensor([0], device=DEVICE)
+    norms = tuple(torch.tensor([[[2., 2.], [1., 4.]], [[0., 1.], [5., 5.]]]).to(DEVICE))
+    q = rotate_into_cache(qkv, cache, at, at[None], torch.tensor([[[0., 1.]]]).to(DEVICE), head_norms=norms, head_eps=0,
+                          backend=backend)
+    # (-1, 1) * (2, 2) + (0, 1) = (-2, 3) and (-1, 1) * (1, 4) + (5, 5) = (4, 9), turned by a quarter
+    assert q.flatten().tolist() == [-3., -2.] and cache.flatten().tolist() == [-9., 4., 5., 6.]
+
+
 def test_equals_complex_products():
     (qkv, cache, lengths, positions, rotations), kwargs = cases.rotate_into_cache(2, 7, 4, 2, 20)
     q = rotate_into_cache(qkv, cache, lengths, positions, rotations, **kwargs)

@@ -1,15 +1,11 @@
-"""How many kernels a forward of the target model launches on a GPU, counted without one, on the device meta."""
-import dataclasses
-from collections import Counter
-
+"""How many kernels the layers of a target launch on a GPU, counted without one, on the device meta."""
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from specvis.models import layers
-from specvis.models.interface import Nodes
-from specvis.models.llamagen import GPT, text_config
+from specvis_kernels import DecoderLayer, pack_layers
+from specvis_kernels.triton.decoder_layers import decoder_layers
 
 
 class Launches(TorchDispatchMode):
@@ -29,27 +25,31 @@ class Launches(TorchDispatchMode):
         return out
 
 
+# heads of queries and of keys, D, hidden and intermediate size; biases and norms of heads
+SHAPES = {"XL": (20, 20, 64, 1280, 3584, False), "Emu3": (32, 8, 128, 4096, 14336, False),
+          "Chameleon": (32, 32, 128, 4096, 11008, True), "Janus": (16, 16, 128, 2048, 5632, False)}
+
+
+@pytest.mark.parametrize("model", SHAPES)
 @torch.inference_mode()
-def launches_of_forward(gpt: GPT, num_nodes: int) -> Counter:
-    """How often a forward over a tree launches which operation, for one request with guidance. `tree_attention` counts
-    twice: if there are as few rows and heads as here, a second kernel merges."""
-    cache, integers = gpt.new_cache(2, gpt.prefix_len + gpt.config.tokens + num_nodes), {"dtype": torch.int64}
-    nodes = Nodes(torch.empty(1, num_nodes, **integers), torch.empty(1, **integers),
-                  torch.empty(1, num_nodes, 1, **integers), torch.empty(2, gpt.prefix_len, dtype=torch.bool), 700)
-    for _ in range(2):  # the first one hands tables to the device
-        with Launches() as launches:
-            gpt.logits(gpt.extend(torch.empty(2, num_nodes, **integers), nodes, cache))
-    return Counter(launches.names)
+def test_launches_of_a_layer(model):
+    """Five products, two norms, a rotation, the gate, and attention, whose parts a second kernel merges for few rows.
+    What two layers launch and one does not is a layer's."""
+    H, G, D, E, F, has_more = SHAPES[model]
 
+    def launches(number):
+        q, (qkv, kv) = torch.empty(2, 17, E), ((H + 2 * G) * D, 700)
+        more = (torch.empty(qkv), torch.empty(E), (torch.empty(H + G, D), torch.empty(H + G, D))) if has_more else ()
+        layers = pack_layers([DecoderLayer(*(torch.empty(*size) for size in (
+            (qkv, E), (E, H * D), (F, E), (F, E), (E, F), (E,), (E,))), *more)] * number, torch.empty(E), heads=H)
+        cache, integers = torch.empty(number, 2, kv, 2, G, D), torch.empty(1, 17, dtype=torch.int64)
+        with Launches() as counted:
+            decoder_layers(q, *layers[:3], cache, integers[0, :1], integers[..., None], integers,
+                           torch.empty(kv, D // 2, 2), torch.empty(2, 120, dtype=torch.bool), *layers[3:5], 0,
+                           *layers[5:])
+        return counted.names
 
-@pytest.mark.parametrize("fused, of_layer, of_others", [(set(), 23, 15), ({"meta"}, 11, 4)])
-def test_launches_of_a_layer_and_of_all_else(fused, of_layer, of_others, monkeypatch):
-    """Of LlamaGen-XL, with PyTorch's operations and with the fused ones. What two layers launch and one does not is a
-    layer's."""
-    monkeypatch.setattr(layers, "FUSED_DEVICES", fused)
     with torch.device("meta"):
-        one, two = (launches_of_forward(GPT(dataclasses.replace(text_config("XL"), layers=number)).bfloat16(), 60)
-                    for number in (1, 2))
-    layer = two - one
-    assert layer.total() == of_layer, layer
-    assert (one - layer).total() == of_others, one - layer
+        one, two = launches(1), launches(2)
+    assert len(two) - len(one) == 10, two
+    assert len(one) == 11 and one[-1] == "specvis_kernels::rms_norm", one  # the last norm

@@ -118,15 +118,18 @@ def sampling_for(target):
     return sampling(guidance=2.0 if own_null(target, PROMPTS[0]) else 1.0)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "tree", "decoder_layers"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "tree", "decoder_layers", "as_on_a_gpu"])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_logits_are_the_models_own(targets, family, attention):
+def test_logits_are_the_models_own(targets, family, attention, request):
     """A prompt is read, a tree after images of different lengths, and a token after the committed nodes."""
     target = targets(family)
     assert isinstance(target, TargetModel) and isinstance(target.new_cache(1, 1), ModelCache)
+    if attention == "as_on_a_gpu":
+        request.getfixturevalue(attention)
+        target, attention = copy.deepcopy(target), "decoder_layers"
     if attention == "decoder_layers" and family == "glm":
-        with pytest.raises(ValueError, match="model must have layers as Llama, Emu3 or Chameleon have them, unchanged"):
+        with pytest.raises(ValueError, match="model must have layers as Llama, Emu3 or Chameleon have them, got"):
             target.use_decoder_layers()
         return
     if attention == "decoder_layers":
@@ -405,7 +408,7 @@ def test_changed_layers_are_read_by_modules(targets):
         hook = mlp.register_forward_hook(lambda *_: torch.zeros(()))
         target.new_cache(2, S + 4)
         assert not torch.allclose(target.extend(torch.zeros(2, 1).long(), nodes, cache), expected)
-        with pytest.raises(ValueError, match="model must have layers as Llama, Emu3 or Chameleon have them, unchanged"):
+        with pytest.raises(ValueError, match="model must have layers as Llama, Emu3 or Chameleon have them, got"):
             target.use_decoder_layers()
         hook.remove()
         target.use_decoder_layers()

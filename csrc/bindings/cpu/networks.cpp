@@ -4,8 +4,8 @@
 namespace specvis {
 namespace {
 
-Tensor decoder_layers(const Tensor& x, const Tensor& matrices, const Tensor& vectors, const MaybeTensor& last_norm,
-                      const Tensor& kv_cache, const Tensor& lengths, const Tensor& ancestors, const Tensor& positions,
+Tensor decoder_layers(const Tensor& x, const std::vector<Tensor>& matrices, const std::vector<Tensor>& vectors,
+                      const MaybeTensor& last_norm, const Tensor& kv_cache, const Tensor& lengths, const Tensor& ancestors, const Tensor& positions,
                       const Tensor& rotations, const MaybeTensor& key_mask, int64_t heads, int64_t ffn_dim,
                       int64_t first_node, double eps, double head_eps, bool has_first_norm, bool has_head_norms,
                       bool rotates_halves) {
@@ -14,8 +14,9 @@ Tensor decoder_layers(const Tensor& x, const Tensor& matrices, const Tensor& vec
   batch.kv_cache = a.write("kv_cache", kv_cache, "LRT2GD", x.scalar_type());
   batch.type = a.read_floats("x", x, "RNE", &batch.x);
   a.require(batch.type != FloatType::float16, "x must be float32 or bfloat16");
-  batch.matrices = a.read("matrices", matrices, "Lm", x.scalar_type());
-  a.read("vectors", vectors, "Lv", &batch.vectors);
+  a.require(matrices.size() == 1 && vectors.size() == 1, "layers must be packed in_panels for a CPU's kernel");
+  batch.matrices = a.read("matrices", matrices[0], "Lm", x.scalar_type());
+  a.read("vectors", vectors[0], "Lv", &batch.vectors);
   a.read("last_norm", last_norm, "E", &batch.last_norm);
   a.read("lengths", lengths, "B", &batch.lengths);
   a.read("ancestors", ancestors, "BNW", &batch.ancestors);
@@ -114,7 +115,8 @@ Tensors<2> rms_norm(const Tensor& x, const Tensor& weight, const MaybeTensor& re
 }
 
 Tensor rotate_into_cache(const Tensor& qkv, const Tensor& kv_cache, const Tensor& lengths, const Tensor& positions,
-                         const Tensor& rotations, int64_t first_node, bool rotates_halves) {
+                         const Tensor& rotations, const MaybeTensor& scale, const MaybeTensor& shift,
+                         int64_t first_node, bool rotates_halves, double eps) {
   Arguments a("rotate_into_cache", "NTGDPY");
   RotateIntoCache batch = {};
   batch.type = a.read_floats("qkv", qkv, "RNQ", &batch.qkv);
@@ -127,9 +129,13 @@ Tensor rotate_into_cache(const Tensor& qkv, const Tensor& kv_cache, const Tensor
   a.sizes("RNBTGDPY", batch.R, batch.N, batch.B, batch.T, batch.G, batch.D, batch.P, batch.Y);
   batch.first_node = first_node;
   batch.has_halves = rotates_halves;
+  batch.eps = static_cast<float>(eps);
+  if (scale) batch.scale = a.read("scale", *scale, "nD", qkv.scalar_type());
+  if (shift) batch.shift = a.read("shift", *shift, "nD", qkv.scalar_type());
   batch.H = Q / batch.D - 2 * batch.G;
   a.require_rows_of_requests(R);
   a.require(Q % batch.D == 0 && batch.H > 0, "qkv must be of H + 2 G heads of kv_cache's size");
+  a.require(!scale == !shift && (!scale || a.size('n') == batch.H + batch.G), "scale and shift must be of H + G heads");
   a.require(a.size('d') * 2 == batch.D, "rotations must be of D / 2 pairs");
   a.require(R % batch.Y == 0, "the rows must be a multiple of the rows of positions");
   Tensor q = a.make({R, batch.N, batch.H, batch.D}, qkv.scalar_type());
@@ -138,14 +144,13 @@ Tensor rotate_into_cache(const Tensor& qkv, const Tensor& kv_cache, const Tensor
   return q;
 }
 
-Tensor swiglu(const Tensor& gate, const Tensor& up) {
+Tensor swiglu(Tensor gate, Tensor up) {
   Arguments a("swiglu", "");
   Swiglu batch = {};
-  batch.type = a.read_floats("gate", gate, "MF", &batch.gate);
-  batch.up = a.read("up", up, "MF", gate.scalar_type());
-  const int64_t M = a.size('M'), F = a.size('F');
-  batch.numel = M * F;
-  Tensor gated = a.make({M, F}, gate.scalar_type());
+  batch.type = a.read_strided("gate", gate, "MF", &batch.gate, batch.gate_strides);
+  a.require(a.read_strided("up", up, "MF", &batch.up, batch.up_strides) == batch.type, "up must be of gate's type");
+  a.sizes("MF", batch.M, batch.F);
+  Tensor gated = a.make({batch.M, batch.F}, gate.scalar_type());
   batch.gated = gated.mutable_data_ptr();
   RUN(swiglu, a, batch);
   return gated;

@@ -16,8 +16,6 @@ from .graphs import can_replay
 class EagleDraftModel:
     """EAGLE's head on its target. It is one position behind the target, and borrows the target's output layer."""
 
-    can_replay = True  # where its target can
-
     def __init__(self, target: TargetModel, head: EagleHead | TransformersEagleHead, condition: Tensor,
                  padding_mask: Tensor):
         """What `cfg_inputs` gives for the target: condition (R, S, dim), padding_mask (R, S) bool. ValueError if the
@@ -26,6 +24,10 @@ class EagleDraftModel:
         self.head, self.condition, self.padding_mask = head, condition, padding_mask[:, :-1]
         self.target, self.logits = target, target.logits
         self.grid, self.vocab_size, self.prefix_len = target.grid, target.vocab_size, target.prefix_len - 1
+
+    @property
+    def can_replay(self) -> bool:
+        return getattr(self.head, "can_replay", True)  # where its target can
 
     def select(self, requests: list[int]) -> "EagleDraftModel":
         other, rows = copy(self), selected_rows(self, self.target, requests)

@@ -10,10 +10,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvis_kernels import DecoderLayer, pack_layers, pack_weight, packed_linear
+from specvis_kernels import DecoderLayer, pack_weight, packed_linear
+from specvis_kernels.compat._layers import IN_PANELS, packed, together
 
 from .interface import Nodes
-from .layers import Cache, NodesReading, Packing, Reading, RMSNorm, gated, grid_rotations, rotations_at, rotations_of
+from .layers import Cache, NodesReading, Packing, Reading, RMSNorm, grid_rotations, rotations_at, rotations_of
 from .llamagen import GPT, GPTConfig, condition_mask, condition_nodes
 from .threads import cast, cat, embed
 
@@ -38,7 +39,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(ffn_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class EagleLayer(nn.Module):
@@ -56,9 +57,9 @@ class EagleLayer(nn.Module):
 
     def weights(self) -> DecoderLayer:
         a, mlp = self.self_attn, self.mlp
-        qkv = torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight])
-        return DecoderLayer(qkv, a.o_proj.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight,
-                            self.post_attention_layernorm.weight, None)
+        qkv = a.q_proj.weight, a.k_proj.weight, a.v_proj.weight
+        return DecoderLayer(together(qkv), a.o_proj.weight, mlp.gate_proj.weight, mlp.up_proj.weight,
+                            mlp.down_proj.weight, self.post_attention_layernorm.weight, None)
 
 
 class EagleHead(nn.Module):
@@ -118,7 +119,8 @@ class EagleHead(nn.Module):
         packed = self.packing.get(x, self.pack)
         if packed is not None and isinstance(reading, NodesReading):
             fc, bias, layers, rotations = packed
-            return reading.read(cast(packed_linear(x, fc, self.config.dim, bias), x.dtype), layers, rotations)
+            x = self.fc(x) if fc is None else cast(packed_linear(x, fc, self.config.dim, bias), x.dtype)
+            return reading.read(x, layers, rotations)
         x = self.fc(x)
         for index, layer in enumerate(self.layers):
             x = layer(x, reading, index)
@@ -126,14 +128,15 @@ class EagleHead(nn.Module):
 
     def pack(self) -> None:
         def pack():
-            layers = [layer.weights() for layer in self.layers]
-            packed = pack_layers(layers, heads=self.config.heads, eps=NORM_EPS)
-            return (pack_weight(self.fc.weight), self.fc.bias.detach().float(), packed,
-                    rotations_of(self, self.fc.weight.device))
+            layers = packed((layer.weights() for layer in self.layers), None, heads=self.config.heads, eps=NORM_EPS)
+            return pack_weight(self.fc.weight) if on_cpu else None, self.fc.bias.detach().float(), layers, rotations_of(
+                self, self.fc.weight.device)
 
-        parts = [self.fc, self.layers] if self.config.head_dim % 16 == 0 and self.fc.bias is not None else []
+        on_cpu = self.fc.weight.device.type in IN_PANELS
+        fits = (self.config.head_dim % 16 == 0 or not on_cpu) and self.fc.bias is not None
+        parts = [self.fc, self.layers] if fits else []
         self.packing.check(parts, (nn.ModuleList, EagleLayer, SelfAttention, MLP, nn.Linear, RMSNorm), pack,
-                           without_bias=[self.layers])
+                           without_bias=[self.layers], on_gpu=True)
 
     def new_cache(self, rows: int, columns: int) -> Cache:
         self.pack()

@@ -9,44 +9,34 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvis_kernels import (
-    PackedLayers,
-    backends,
-    commit_kv,
-    decoder_layers,
-    rms_norm,
-    rotate_into_cache,
-    swiglu,
-    tree_attention,
-)
+from specvis_kernels import PackedLayers, commit_kv, decoder_layers, tree_attention
+from specvis_kernels.compat._layers import IN_PANELS, is_unchanged, why_not_weights
 
 from .interface import Nodes
 
 USE_KERNELS = True  # False: PyTorch's operations read everything, for who compares the two
-DTYPES = torch.float32, torch.bfloat16
-# Where rms_norm, swiglu and rotate_into_cache replace PyTorch's operations. A CPU has decoder_layers.
-FUSED_DEVICES = {"cuda"} if "triton" in backends("rms_norm", "cuda") else set()
 GLOBAL_HOOKS = nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks
 
 
 class Packing:
-    """Copies of weights in the order of `decoder_layers` and `packed_linear`, for few rows on a CPU.
+    """Weights as ops for few rows read them: on a CPU copies, which take as much memory as the weights, on a GPU the
+    weights themselves, of which some share memory then.
 
-    A model calls `check` in `new_cache`, where a decoding begins, and `get` at each read. The copies are made anew when
-    weights have changed. They take as much memory as the weights. `check` alone sees modules that are replaced and, by
-    its numbers, what is written through `weight.data`. After a read with gradients `get` checks too: an optimizer may
-    write without a trace.
+    A model calls `check` in `new_cache`, where a decoding begins, and `get` at each read. The weights are packed anew
+    when they have changed. `check` alone sees modules that are replaced and, by their numbers, copies of what was
+    written through `weight.data`. After a read with gradients `get` checks too: an optimizer may write without a trace.
     """
 
     def __init__(self):
         self.owners, self.weights, self.counted, self.hooks, self.dropouts = [], [], [], [], []
-        self.state = self.sums = self.packed = None
+        self.state = self.sums = self.packed = self.why_not = None
 
     def __reduce__(self):
         return Packing, ()  # a copy of a model packs for itself
 
     def check(self, parts: Sequence[nn.Module], types: tuple[type, ...], pack: Callable[[], Any],
-              multiple: int = 16, without_bias: Sequence[nn.Module] = ()) -> None:
+              multiple: int = 16, without_bias: Sequence[nn.Module] = (), why_not: str | None = None,
+              on_gpu: bool = False) -> None:
         """Pack, if the ops can do what modules do, and the weights are not packed yet.
 
         Args:
@@ -55,6 +45,8 @@ class Packing:
             pack:  makes the copies
             multiple: the number of the weights' inputs must be divisible by it
             without_bias: parts whose modules must have no bias, which `pack` would not read
+            why_not: what the caller knows that keeps the ops from it; `self.why_not` says it, or what is found here
+            on_gpu: whether there is a kernel for GPUs, too
         """
         modules = [module for part in parts for module in part.modules()]
         self.owners = [(module._parameters, name) for module in modules
@@ -65,23 +57,26 @@ class Packing:
                                        for hooks in (module._forward_hooks, module._forward_pre_hooks))]
         self.dropouts = [module for module in modules if isinstance(module, nn.Dropout) and module.p]
         has_bias = any(getattr(module, "bias", None) is not None for part in without_bias for module in part.modules())
-        if has_bias or not can_pack(self.weights, multiple) or any(GLOBAL_HOOKS) or not all(
-                is_unchanged(module, types) for module in modules):
+        if has_bias or any(GLOBAL_HOOKS) or not all(is_unchanged(module, types) for module in modules):
+            why_not = why_not or "modules with hooks, dropout, a bias or a forward of their own"
+        self.why_not = why_not or why_not_weights(self.weights, multiple)
+        is_copied = bool(self.weights) and self.weights[0].device.type in IN_PANELS
+        if self.why_not or not (is_copied or on_gpu):
             self.packed = None
             return
-        state = self.state_now()
-        sums = [zlib.crc32(weight.detach().contiguous().view(torch.uint8).numpy()) for weight in self.weights]
-        if self.packed is None or state != self.state or sums != self.sums:
+        sums = [zlib.crc32(weight.detach().contiguous().view(torch.uint8).numpy())
+                for weight in self.weights if is_copied]
+        if self.packed is None or self.state_now() != self.state or sums != self.sums:
             self.packed = pack()
-        self.state, self.sums = state, sums
+        self.state, self.sums = self.state_now(), sums
 
     def get(self, x: Tensor, check: Callable[[], None]) -> Any:
         """What `pack` gave, for reading x. None: the modules have to read it. check: calls `check`"""
         if torch.is_grad_enabled():
             self.state = None
             return None
-        if (self.packed is None or not USE_KERNELS or x.device.type != "cpu"
-                or x.dtype != self.weights[0].dtype or torch.is_autocast_enabled("cpu")
+        if (self.packed is None or not USE_KERNELS or x.device != self.weights[0].device
+                or x.dtype != self.weights[0].dtype or torch.is_autocast_enabled(x.device.type)
                 or is_transformed()):
             return None
         if self.state_now() != self.state:
@@ -101,28 +96,6 @@ def is_transformed() -> bool:
             or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None)
 
 
-def can_pack(weights: list[Tensor], multiple: int) -> bool:
-    """Whether the CPU's kernels read such weights."""
-    return ("cpu" in backends("decoder_layers") and bool(weights) and weights[0].dtype in DTYPES
-            and all(type(w) in (Tensor, nn.Parameter) and w.device.type == "cpu" and w.dtype == weights[0].dtype
-                    and w.shape[-1] % multiple == 0 for w in weights))
-
-
-def is_unchanged(module: nn.Module, types: tuple[type, ...]) -> bool:
-    """Whether a module is of one of these types, without hooks, dropout and a forward of its own."""
-    return (type(module) in types and not module._forward_hooks and not module._forward_pre_hooks
-            and "forward" not in vars(module)
-            and not (module.training and isinstance(module, nn.Dropout) and module.p))
-
-
-def can_fuse(*tensors: Tensor) -> bool:
-    """Whether the fused ops read tensors of a layer: without gradients, and all of one dtype."""
-    first = tensors[0]
-    return (USE_KERNELS and first.device.type in FUSED_DEVICES and not torch.is_grad_enabled()
-            and torch.autograd.forward_ad._current_level < 0 and first.dtype != torch.float64
-            and all(tensor.dtype == first.dtype for tensor in tensors))
-
-
 class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -130,19 +103,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(the norm of x + update, x + update); without an update of x."""
-        if can_fuse(x, self.weight, *(() if update is None else (update,))):
-            if update is None:
-                return rms_norm(x, self.weight, self.eps), x
-            return rms_norm(update, self.weight, self.eps, residual=x)
         x = x if update is None else x + update
         if x.dtype == self.weight.dtype == torch.float32:
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps), x
         return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).type_as(x) * self.weight, x
-
-
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up"""
-    return swiglu(gate, up) if can_fuse(gate, up) else F.silu(gate) * up
 
 
 def grid_rotations(grid: int, head_dim: int, condition: int, spare: int = 0, base: float = 10000.0) -> Tensor:
@@ -256,11 +220,7 @@ class NodesReading(Reading):
         qkv = qkv.to(data.dtype)  # under autocast products have another one
         if self.positions is None:  # `read` does not need them
             self.positions = nodes.lengths[:, None] + nodes.depth
-        if can_fuse(qkv, data):
-            q = rotate_into_cache(qkv, data, nodes.lengths, self.positions, rotations_of(self.module, qkv.device),
-                                  first_node=nodes.first)
-        else:
-            q = self.turn_and_keep(qkv, heads, data).view(R, N, heads, -1)
+        q = self.turn_and_keep(qkv, heads, data).view(R, N, heads, -1)
         return tree_attention(q, data[:, :, 0], data[:, :, 1], nodes.lengths, nodes.ancestors,
                               key_mask=nodes.padding_mask).view(R, N, width // 3)
 

@@ -6,10 +6,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvis_kernels import DecoderLayer, pack_layers, pack_weight, packed_linear
+from specvis_kernels import DecoderLayer, pack_weight, packed_linear
+from specvis_kernels.compat._layers import IN_PANELS, packed
 
 from .interface import Nodes
-from .layers import Cache, NodesReading, Packing, Reading, RMSNorm, gated, grid_rotations, rotations_at, rotations_of
+from .layers import Cache, NodesReading, Packing, Reading, RMSNorm, grid_rotations, rotations_at, rotations_of
 from .sizes import check_sizes
 from .threads import embed
 
@@ -89,7 +90,7 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(gated(self.w1(x), self.w3(x)))
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class Block(nn.Module):
@@ -142,11 +143,11 @@ class CaptionEmbedding(nn.Module):
 class GPT(nn.Module):
     """Tokens of an image in raster order after a class or a caption; rows of a batch are independent.
 
-    On a CPU, in float32 and bfloat16, conditions and tokens are read by `decoder_layers` and `packed_linear`. Not a bit
-    depends on how many nodes are read at once, on other rows, or on the number of threads. So seed-exact methods draw
-    exactly the baseline's tokens. Blocks that were changed (adapters, hooks), gradients, heads whose size is no
-    multiple of 16, and other devices take PyTorch's modules; these have `rms_norm`, `swiglu` and `rotate_into_cache` on
-    CUDA without gradients. A block returns its input after attention, and what is still to be added to it.
+    Conditions and tokens are read by `decoder_layers` where it has a kernel. On a CPU, in float32 and bfloat16, not a
+    bit depends on how many nodes are read at once, on other rows, or on the number of threads. So seed-exact methods
+    draw exactly the baseline's tokens. Blocks that were changed (adapters, hooks), gradients and, on a CPU, heads whose
+    size is no multiple of 16 take PyTorch's modules; `packing.why_not` says so. On CUDA w1 and w3 of a block share
+    memory. A block returns its input after attention, and what is still to be added to it.
     """
 
     can_replay = True
@@ -232,12 +233,14 @@ class GPT(nn.Module):
 
     def pack_layers(self) -> None:
         def pack():
-            layers = [block.weights() for block in self.layers]
-            return (pack_layers(layers, self.norm.weight, heads=self.config.heads, eps=self.config.norm_eps),
-                    rotations_of(self, self.output.weight.device))
+            layers = packed((block.weights() for block in self.layers), self.norm.weight, heads=self.config.heads,
+                            eps=self.config.norm_eps)
+            return layers, rotations_of(self, device)
 
-        parts = [self.layers, self.norm] if self.config.head_dim % 16 == 0 else []
-        self.packing.check(parts, PACKABLE, pack, without_bias=parts)
+        parts, device = [self.layers, self.norm], self.output.weight.device
+        fits = self.config.head_dim % 16 == 0 or device.type not in IN_PANELS
+        self.packing.check(parts, PACKABLE, pack, without_bias=parts, on_gpu=True,
+                           why_not=None if fits else "heads whose size is no multiple of 16")
 
     def pack_output(self) -> None:
         parts = [self.output]

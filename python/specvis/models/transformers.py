@@ -8,21 +8,22 @@ What is forced after an image (its end, the end of a frame) is not drawn: a pict
 """
 import inspect
 import operator
+import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from specvis_kernels import decoder_layers, pack_layers
+from specvis_kernels import decoder_layers
 from specvis_kernels.compat._hosts import MASKED, check_model, unwrapped
+from specvis_kernels.compat._layers import IN_PANELS, is_unchanged, pack_decoder, parts_of, why_not
 
 from .interface import Nodes, inference, num_tokens
-from .layers import Packing, is_unchanged
+from .layers import Packing
 from .llamagen import condition_mask
-from .transformers_layers import PACKABLE, SlotCache, attend, is_packable, positions_of, weights_of
+from .transformers_layers import SlotCache, attend, positions_of
 
 TREE_ATTENTION = "specvis_tree"   # the name of `tree_attention` there
 ANOLE_NULL = (0, 8197)            # begin of text, begin of image
@@ -96,6 +97,8 @@ class ImageModel:
         are_in_order = self.ids[:len(ids)].tolist() == list(range(first, last))
         self.head_rows = slice(first, last) if are_in_order else self.ids[:len(ids)]  # a slice is not copied
         self.packing, self.num_layers = None, self.config.num_hidden_layers  # packing: see use_decoder_layers
+        if self.device.type not in IN_PANELS:
+            self.packing = Packing()
         self.check_model()
         if type(self) is ImageModel:
             self.check_head()
@@ -145,45 +148,33 @@ class ImageModel:
         self.decoder.set_attn_implementation(TREE_ATTENTION)
 
     def use_decoder_layers(self) -> None:
-        """Let the op `decoder_layers` read what is drafted from now on. It is for CPUs.
+        """Let the op `decoder_layers` read what is drafted from now on. On CUDA it does so without being asked.
 
-        Its copy of the layers takes as much memory as they do. Prompts, and whatever else uses the model, are read by
-        its modules; so is all, if a decoding begins after the layers were given hooks, adapters or quantized weights.
+        On a CPU its copy of the layers takes as much memory as they do; on CUDA some of the model's weights share
+        memory from then on. Prompts, and whatever else uses the model, are read by its modules; so is all, if a
+        decoding begins after the layers were given hooks, adapters or quantized weights.
 
         Raises:
-            ValueError: the layers are not like Llama's, Emu3's or Chameleon's, or they are not on a CPU in float32 or
-                bfloat16
+            ValueError: the layers are not like Llama's, Emu3's or Chameleon's, or have no dtype that the op reads
         """
         self.packing = Packing()
         self.pack_layers()
-        if self.packing.packed is None:
+        if reason := self.packing.why_not:
             self.packing = None
-            raise ValueError("model must have layers as Llama, Emu3 or Chameleon have them, unchanged, in float32 or "
-                             "bfloat16 on a CPU, with the kernels for it: no hooks, adapters or biases of the MLP, "
-                             "silu, and heads, hidden_size and intermediate_size that are multiples of 16")
+            raise ValueError(f"model must have layers as Llama, Emu3 or Chameleon have them, got {reason} (leave "
+                             "use_decoder_layers out: the model's own modules read them)")
 
     def pack_layers(self) -> None:
-        layers, norm, c, rotary = self.decoder.layers, getattr(self.decoder, "norm", None), self.config, None
-        with suppress(AttributeError):  # layers that differ lack some
-            eps = layers[0].input_layernorm.variance_epsilon
-            if len(layers) == self.num_layers and is_unchanged(self.decoder, (type(self.decoder),)) and all(
-                    is_packable(layer, i, getattr(norm, "variance_epsilon", eps)) for i, layer in enumerate(layers)):
-                rotary = getattr(self.decoder, "rotary_emb", None) or layers[0].self_attn.rotary_emb  # transformers 4
-        has_table = rotary is not None and getattr(rotary, "rope_type", "default") not in ("dynamic", "longrope")
-        parts = [layers, norm, rotary] if has_table else []
-        types = {type(module) for part in parts for module in part.modules()}
-        types = [t for t in types if t.__name__ in PACKABLE and t.__module__.startswith(("torch.nn.", "transformers."))]
+        parts, num_positions = parts_of(self.decoder), self.prefix_len + num_tokens(self)
+        self.packing.check(parts, tuple({type(module) for part in parts for module in part.modules()}),
+                           lambda: pack_decoder(self.decoder, num_positions),
+                           why_not=why_not(self.decoder, self.num_layers), on_gpu=True)
 
-        def pack():
-            position_ids = torch.arange(self.prefix_len + num_tokens(self), device="cpu")
-            cosine, sine = rotary(layers[0].input_layernorm.weight, position_ids[None])
-            half = layers[0].self_attn.head_dim // 2
-            rotations = torch.stack([cosine[0, :, :half], sine[0, :, :half]], -1).float()
-            packed = pack_layers(list(map(weights_of, layers)), getattr(norm, "weight", None),
-                                 heads=c.num_attention_heads, eps=eps, rotates_halves=True)
-            return packed, rotations
-
-        self.packing.check(parts, tuple(types), pack)
+    @property
+    def can_replay(self) -> bool:
+        """Whether CUDA graphs can hold a step: one op reads the layers, and nobody's hooks bring other weights."""
+        ends = self.embed, self.model.get_output_embeddings()
+        return bool(self.packing and self.packing.packed) and all(is_unchanged(m, (type(m),)) for m in ends if m)
 
     # --- prompts ---
 
@@ -256,6 +247,9 @@ class ImageModel:
         self.check_model()
         if self.packing:
             self.pack_layers()
+            if self.packing.why_not and self.device.type == "cuda":
+                warnings.warn("the model's own modules read each step, without CUDA graphs: decoder_layers cannot read "
+                              f"{self.packing.why_not}", stacklevel=2)  # which Python shows once
         c = self.config
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads

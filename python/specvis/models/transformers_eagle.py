@@ -51,6 +51,10 @@ class TransformersEagleHead(nn.Module):
             if wanted != got:
                 raise ValueError(f"head must have the target's {what}, {wanted}, got {got}")
 
+    @property
+    def can_replay(self) -> bool:
+        return self.reader.can_replay
+
     def joined(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """The layer's input (R, N, dim) of the tokens' embeddings and the hidden states before them."""
         x = cat([embedded, hidden.to(embedded.dtype)], -1).to(self.fc.weight.dtype)

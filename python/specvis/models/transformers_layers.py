@@ -1,16 +1,11 @@
-"""The layers of transformers' models: their cache, their attention as `tree_attention`, their weights as one tensor."""
+"""The layers of transformers' models: their cache, and their attention as `tree_attention`."""
 import torch
 from torch import Tensor, nn
 
-from specvis_kernels import DecoderLayer, tree_attention
+from specvis_kernels import tree_attention
 
 from .interface import Nodes
 from .layers import Cache
-
-# What the layers that `decoder_layers` can read are made of.
-PACKABLE = {"ModuleList", "Identity", "Linear", "Dropout", "SiLU", "SiLUActivation", "ChameleonLayerNorm"} | {
-    family + part for part in ("DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
-    for family in ("Llama", "Emu3", "Chameleon")}
 
 
 class SlotCache(Cache):
@@ -41,28 +36,6 @@ class SlotCache(Cache):
 def positions_of(position_ids: Tensor, padding_mask: Tensor) -> Tensor:
     """Positions (R, N) that count from each row's first real entry. padding_mask: (R, S) bool"""
     return (position_ids - (~padding_mask).sum(1, keepdim=True)).clamp(min=0)
-
-
-def is_packable(layer: nn.Module, index: int, eps: float) -> bool:
-    """Whether `weights_of` a layer says all that it does. Raises AttributeError for layers of another shape."""
-    a = layer.self_attn
-    qkv = a.q_proj, a.k_proj, a.v_proj
-    biased = {module for module in layer.modules() if getattr(module, "bias", None) is not None}
-    return (len({linear.bias is None for linear in qkv}) == 1 and a.head_dim % 16 == 0 and a.layer_idx == index
-            and biased <= {*qkv, a.o_proj, getattr(a, "q_norm", None), getattr(a, "k_norm", None)}
-            and getattr(a, "scaling", a.head_dim ** -0.5) == a.head_dim ** -0.5
-            and layer.input_layernorm.variance_epsilon == layer.post_attention_layernorm.variance_epsilon == eps)
-
-
-def weights_of(layer: nn.Module) -> DecoderLayer:
-    a, mlp = layer.self_attn, layer.mlp
-    qkv, norms = (a.q_proj, a.k_proj, a.v_proj), None
-    if hasattr(a, "q_norm"):
-        norms = tuple(torch.cat([getattr(a.q_norm, name), getattr(a.k_norm, name)]) for name in ("weight", "bias"))
-    bias = None if a.q_proj.bias is None else torch.cat([linear.bias for linear in qkv])
-    return DecoderLayer(torch.cat([linear.weight for linear in qkv]), a.o_proj.weight, mlp.gate_proj.weight,
-                        mlp.up_proj.weight, mlp.down_proj.weight, layer.post_attention_layernorm.weight,
-                        layer.input_layernorm.weight, bias, a.o_proj.bias, norms)
 
 
 def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,

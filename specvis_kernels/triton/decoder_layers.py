@@ -1,0 +1,38 @@
+"""decoder_layers on a GPU: PyTorch's products, and between them the ops for few rows, at most ten launches a layer."""
+import torch
+from torch.nn.functional import linear
+
+from ..decoder_layers import plain_layers
+
+ops = torch.ops.specvis_kernels
+
+
+def add_norm(stream, update, weight, eps):
+    """The norm of stream + update, and their sum; without an update, or without a weight, what is left of that."""
+    if weight is None:
+        stream = stream if update is None else stream + update
+        return stream, stream
+    if update is None:
+        return ops.rms_norm(stream, weight, None, eps)[0], stream
+    return ops.rms_norm(update, weight, stream, eps)
+
+
+def decoder_layers(x, matrices, vectors, last_norm, kv_cache, lengths, ancestors, positions, rotations, key_mask, heads,
+                   ffn_dim, first_node, eps, head_eps, has_first_norm, has_head_norms, rotates_halves):
+    R, N, E = x.shape
+    G, D = kv_cache.shape[4:]
+    stream, update = x.view(R * N, E), None
+    plain = plain_layers(matrices, vectors, E, heads, G, D, ffn_dim, has_first_norm, has_head_norms)
+    for cache, layer in zip(kv_cache, plain):
+        qkv, out, gate_up, down, first_norm, ffn_norm, out_bias, qkv_bias, scale, shift = (
+            part if part is None else part.to(x.dtype) for part in layer)
+        normed, stream = add_norm(stream, update, first_norm, eps)
+        y = linear(normed, qkv, qkv_bias).view(R, N, -1)
+        q = ops.rotate_into_cache(y, cache, lengths, positions, rotations, scale, shift, first_node, rotates_halves,
+                                  head_eps)
+        attended = ops.tree_attention(q, *cache.unbind(2), lengths, ancestors, key_mask, D ** -0.5)
+        update = linear(attended.view(R * N, -1), out, out_bias)
+        normed, stream = add_norm(stream, update, ffn_norm, eps)
+        update = linear(ops.swiglu(*linear(normed, gate_up).chunk(2, 1)), down)
+    last_norm = None if last_norm is None else last_norm.to(x.dtype)
+    return add_norm(stream, update, last_norm, eps)[0].view(R, N, E)
