@@ -62,10 +62,10 @@ def as_on_a_gpu(monkeypatch):
     """Models read their own weights as on a GPU: by PyTorch's products, and between them the ops' kernels for CPUs."""
     from specvis.models import layers, transformers
     from specvis_kernels import decoder_layers
-    from specvis_kernels.compat import _layers
+    from specvis_kernels.compat import _layers, _replay
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # else a CPU has no such backend
-    for module in (layers, transformers):
+    for module in (layers, transformers, _replay):
         monkeypatch.setattr(module, "decoder_layers", partial(decoder_layers, backend="triton"))
     _layers.IN_PANELS.remove("cpu")
     yield

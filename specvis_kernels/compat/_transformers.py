@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import check_status, commit_kv, token_log_probs, tree_mask
 from .._checks import check
 from ._hosts import check_model, masked_ids
+from ._replay import ReplayedDecoder, decoder_of
 from ._settings import GREEDY, settings_of
 from ._versions import versions
 
@@ -208,20 +209,26 @@ class Target:
             check_model(model, model.config.get_text_config(decoder=True), both + asked.max_tokens)
         self.axes, self.num_real = asked.axes, is_real.sum(1, keepdim=True)
         self.last_read = max(asked.max_tokens - 2, 0)  # of the new tokens: nothing follows the last one
-        self.cache = _cache_class()(len(ids), self.prefix_len + asked.max_tokens + num_nodes)
+        num_columns, decoder = self.prefix_len + asked.max_tokens + num_nodes, decoder_of(model)
+        self.cache, self.replayed = _cache_class()(len(ids), num_columns), None
+        if decoder is not None:
+            self.replayed = ReplayedDecoder(model, decoder, is_real, num_columns, self.prefix_len + asked.max_tokens)
+            self.cache.keys, self.cache.values = self.replayed.caches()
 
     def twice(self, tensor: Tensor) -> Tensor:
         return tensor.repeat(len(self.ids) // self.batch, *[1] * (tensor.ndim - 1))
 
     def forward(self, ids, mask, position_ids, slots, **kwargs):
         """Logits (B, N, V) with the condition, and logits without it or None."""
-        self.cache.slots, self.num_forwards = slots, self.num_forwards + 1
-        self.cache.num_columns = mask.shape[-1]
-        logits = self.model(ids, attention_mask=mask[:, None], position_ids=position_ids, use_cache=True,
-                            **{self.cache_name: self.cache}, **kwargs).logits
+        self.cache.slots, self.cache.num_columns = slots, mask.shape[-1]
+        return self.halves(self.model(ids, attention_mask=mask[:, None], position_ids=position_ids, use_cache=True,
+                                      **{self.cache_name: self.cache}, **kwargs).logits)
+
+    def halves(self, logits):
+        self.num_forwards += 1
         logits = logits.float() if logits.dtype == torch.float64 else logits
         self.vocab_size = logits.shape[-1]  # the head's weights may be packed
-        return (logits, None) if len(ids) == self.batch else (logits[:self.batch], logits[self.batch:])
+        return (logits, None) if len(logits) == self.batch else (logits[:self.batch], logits[self.batch:])
 
     def prefill(self):
         """The logits (B, 1, V) of the first new token."""
@@ -236,14 +243,15 @@ class Target:
     def read(self, tokens, depth, ancestors, output):
         """The logits of the nodes (B, N) of a tree after each request's tokens; node 0 is the newest token."""
         N = tokens.shape[1]
-        lengths = self.lengths(output)
+        lengths, position_ids = self.lengths(output), self.positions(output.num_made[:, None] - 1 + depth)
+        if self.replayed:
+            return self.halves(self.replayed.logits(self.twice(tokens), position_ids, lengths, ancestors))
         columns = self.prefix_len + max(output.host_made) - 1 + N
         dtype = torch.float32 if self.model.dtype == torch.float64 else self.model.dtype
         mask = tree_mask(ancestors.contiguous(), lengths.int(), form="additive", columns=columns, dtype=dtype)
         mask = self.twice(mask.to(self.model.dtype))
         mask[..., :self.prefix_len].masked_fill_(~self.is_real[:, None], -torch.inf)
         slots = lengths[:, None] + torch.arange(N, device=tokens.device)
-        position_ids = self.positions(output.num_made[:, None] - 1 + depth)
         return self.forward(self.twice(tokens), mask, position_ids, self.twice(slots))
 
     def positions(self, index) -> Tensor:
@@ -260,6 +268,8 @@ class Target:
         return self.prefix_len + output.num_made - 1
 
     def commit(self, accepted_nodes, num_accepted, output):
+        if self.replayed:
+            return self.replayed.commit(accepted_nodes, num_accepted, self.lengths(output))
         for caches in self.cache.groups():
             commit_kv(caches, accepted_nodes, num_accepted, self.lengths(output), row_dim=0, column_dim=2)
 

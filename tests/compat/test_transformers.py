@@ -65,6 +65,33 @@ def test_greedy_is_generate(model, ours, eos_token_id):
     assert [len(row) for row in tokens] == [6 + max(stats["num_tokens"])] * 4
 
 
+@pytest.mark.parametrize("make", [
+    lambda more: transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=V, **more)),
+    lambda more: transformers.Emu3ForCausalLM(transformers.Emu3Config(text_config=more | {"vocab_size": V}).text_config)])
+def test_forwards_of_nodes_are_replayed(make, ours, as_on_a_gpu, request, monkeypatch):
+    """On CUDA: after the prompt no module of the layers is called, and the tokens stay what they are."""
+    torch.manual_seed(0)
+    llama = make(dict(hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                      num_key_value_heads=2, initializer_range=0.3, eos_token_id=None, pad_token_id=0)).eval()
+    options = dict(seeds=[7, 8, 9, 10], do_sample=True, guidance=2.0, max_new_tokens=40, unconditional_ids=PROMPTS[:1])
+    with monkeypatch.context() as patch:
+        patch.setattr(specvis_kernels.compat._transformers, "decoder_of", lambda model: None)
+        expected = generate(llama, **ours, **options)
+    calls, replays = [], Recorded.num_replays
+    monkeypatch.setattr(type(llama.model.layers[0]), "forward", counted(type(llama.model.layers[0]).forward, calls))
+    assert torch.equal(generate(llama, **ours, **options), expected) and len(calls) == 2
+    request.getfixturevalue("recorded")
+    assert torch.equal(generate(llama, **ours, **options), expected) and Recorded.num_replays > replays
+    assert "forward" not in vars(llama.model)
+    with torch.autocast("cpu", torch.bfloat16):
+        generate(llama, **ours, **options)
+    assert len(calls) > 10  # these were read by modules, whose products autocast makes
+
+
+def counted(function, calls):
+    return lambda *args, **kwargs: (calls.append(1), function(*args, **kwargs))[1]
+
+
 def plain(model, prompt, null, seed, num_tokens, temperature=1.0, top_k=0, top_p=1.0, s=1.0, ranges=None, filters=None):
     """One at a time, without a cache, padding or a batch: transformers' filters, and gumbel_noise."""
     if filters is None:

@@ -7,12 +7,14 @@ import torch.nn.functional as F
 from specvis import METHODS, Sampling, decode, jacobi_decode, method, speculative_decode
 from specvis.decoding.bounds import vanilla_residual
 from specvis.decoding.draft_model import EagleDraftModel, SmallDraftModel
+from specvis.decoding.methods import parse_method
 from specvis.decoding.sampling import cfg_inputs
 from specvis.models.interface import DraftModel, Nodes, has_guidance, id_range, num_tokens
 from specvis.models.transformers import Chameleon, GLMImage
 from specvis.models.transformers_eagle import TransformersEagleHead
 from specvis_kernels import codebook_neighbors, guided_probs, tree_links
 from tests.decoding.pictures import chi_square
+from tests.decoding.test_step import Recorded, recorded  # noqa: F401  a fixture
 from tests.decoding.theory import neighborhood, output_law, relaxed_residual, target_law, vanilla
 from tests.families import FAMILIES, S, chameleon_model, target_of
 
@@ -93,6 +95,30 @@ def test_every_method_decodes_and_greedy_lossless_ones_as_plain_decoding(target)
                 assert torch.equal(decoded.tokens, expected), m.label
             if allowed is not None:
                 assert ((decoded.tokens >= allowed[:, 0]) & (decoded.tokens < allowed[:, 1])).all(), m.label
+
+
+@pytest.mark.parametrize("name", ["vanilla", "jacobi:window=5", "eagle1", "lantern:k=5"])
+@pytest.mark.parametrize("family", ["lumina", "janus", "emu3"])
+def test_steps_are_run_again(family, name, request, as_on_a_gpu):
+    """As CUDA graphs on a GPU: nothing that a step needs is in Python but its shapes."""
+    target, m = target_of(family), parse_method(name)
+    condition, mask = target.condition(PROMPTS)
+    draft_model = EagleDraftModel(target, head_for(target), *cfg_inputs(target, condition, mask))
+
+    def decoded():
+        if m.drafting in ("jacobi", "none"):
+            return jacobi_decode(target, condition, mask, sampling_for(target), m)
+        return speculative_decode(target, draft_model, condition, mask, sampling_for(target), m,
+                                  codebook_neighbors(target.codebook, 5) if m.num_neighbors else None)
+
+    expected, replays = decoded(), Recorded.num_replays
+    assert target.can_replay and (not m.num_neighbors or draft_model.can_replay)
+    request.getfixturevalue("recorded")
+    assert torch.equal(decoded().tokens, expected.tokens) and Recorded.num_replays > replays
+    target.packing = None
+    assert not target.can_replay
+    read_by_modules = decoded()
+    assert (read_by_modules.tokens == expected.tokens).float().mean() > 0.9  # float32: a draw may lie between two
 
 
 # --- the law of whole pictures, by enumeration: 2 x 2 codes of 3, with newlines in Lumina-mGPT's form ---

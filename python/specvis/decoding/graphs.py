@@ -7,7 +7,7 @@ next step. A CUDA graph launches them all at once, without Python in between.
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
+from specvis_kernels.compat._replay import GRAPHS
 
 BUCKET = 64         # columns, rounded up, of a step that Python runs: few shapes
 WIDE_BUCKET = 1024  # of a replayed step: few graphs, each of which costs as much as some fifty steps
@@ -70,42 +70,3 @@ class Captured:
         replay, result = self.captured[key]
         replay()
         return result
-
-
-class CUDAGraphs:
-    """CUDA graphs of functions that take turns on the same memory.
-
-    They share one pool of memory for tensors that live within a step. That is safe because they are launched one after
-    another, and because the result of one is not needed any more when the next one is launched.
-    """
-
-    def __init__(self, device: torch.device):
-        self.stream = torch.cuda.Stream(device)  # on the tensors' device, whichever is the current one
-        self.pool = torch.cuda.graph_pool_handle()
-
-    def warm_up(self, function: Callable):
-        """Run a function on the stream on which it will be captured: libraries keep workspaces for each stream."""
-        current = torch.cuda.current_stream(self.stream.device)
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            result = function()
-        current.wait_stream(self.stream)
-        return result
-
-    def capture(self, function: Callable) -> tuple[Callable, object]:
-        """What launches the function, and its result, which each launch overwrites. Capturing runs nothing.
-        RuntimeError if the function does what cannot be captured: nothing was run then, but CUDA may be unusable."""
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # The outer context restores the stream if capturing fails. Other threads may go on allocating memory.
-            with torch.cuda.stream(self.stream), torch.cuda.graph(graph, self.pool, self.stream, "thread_local"):
-                result = function()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # CUDA raises it for everything that a graph cannot hold
-            raise RuntimeError("a step cannot be captured in a CUDA graph: a model that says can_replay must not read "
-                               "values back to the host, nor copy any from it, within a step") from error
-        return graph.replay, result
-
-
-GRAPHS = {"cuda": CUDAGraphs}  # how steps are captured on a device
