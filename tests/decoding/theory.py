@@ -5,7 +5,7 @@ are in specvis.decoding.bounds. A chain over V tokens is a pair of tables: P[i] 
 hold in their last dimension the target's and the draft's distribution of the token after each prefix of i tokens.
 """
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,11 +19,6 @@ def total_variation(a: Tensor, b: Tensor) -> Tensor:
 
 
 vanilla = accept_prob  # min(1, P / Q), the strict rule that eq. (6)'s residual belongs to
-
-
-def point_mass(P: Tensor, Q: Tensor) -> Tensor:
-    """min(1, P), eq. (3)'s f for deterministic drafts: all of the proposal's mass is on the draft, whatever Q says."""
-    return P.clamp(max=1)
 
 
 def _lent(P: Tensor, table: Tensor, delta: float, cutoff: str) -> tuple[Tensor, Tensor]:
@@ -60,29 +55,13 @@ def relaxed_residual(table: Tensor, delta: float, cutoff: str = "tvd") -> Residu
     return residual
 
 
-def _levels(P: Sequence[Tensor], Q: Sequence[Tensor],
-            accepts: Sequence[Accept]) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """For each level i the probability that its prefix was drafted and accepted (V,) * (i - 1), P, Q and f."""
-    reach_prob = torch.ones((), dtype=torch.float64)
-    for p, q, accept in zip(P, Q, accepts):
-        f = accept(p, q)
-        yield reach_prob, p, q, f
-        reach_prob = reach_prob[..., None] * q * f
-
-
 def expected_length(P: Sequence[Tensor], Q: Sequence[Tensor], accepts: Sequence[Accept]) -> float:
     """sum_i E_Q[f_1 .. f_i], the expected number of accepted drafts of a step, eq. (3); a token more is emitted."""
-    return sum((reach_prob * (q * f).sum(-1)).sum().item() for reach_prob, p, q, f in _levels(P, Q, accepts))
-
-
-def tv_bound(P: Sequence[Tensor], Q: Sequence[Tensor], accepts: Sequence[Accept],
-             residual: Residual = optimal_residual) -> float:
-    """sum_i E_Q[f_1 .. f_(i-1) TV(level_law_i, P_i)], eq. (4): no less than a step's TV from the target.
-
-    For f >= vanilla and the optimal residual it is expected_length - sum_i E_Q[f_1 .. f_(i-1) sum min(P_i, Q_i)].
-    """
-    return sum((reach_prob * level_tv(p, q, f, residual(p, q, f))).sum().item()
-               for reach_prob, p, q, f in _levels(P, Q, accepts))
+    reach_prob, length = torch.ones((), dtype=torch.float64), 0.0
+    for p, q, accept in zip(P, Q, accepts):
+        reach_prob = reach_prob[..., None] * q * accept(p, q)
+        length += reach_prob.sum().item()
+    return length
 
 
 def output_law(P: Sequence[Tensor], Q: Sequence[Tensor], accepts: Sequence[Accept],

@@ -1,4 +1,4 @@
-"""How far a relaxed method goes from the target: COOL-SD's bound and its schedule of factors (arXiv:2601.09212).
+"""COOL-SD's schedule of factors, and the law of one relaxed draft (arXiv:2601.09212).
 
 Equations are named by the paper's numbers. A draft x from Q is accepted with the probability f(x); after a rejection a
 token is drawn from the residual G. Two kinds of functions say what a method does with rows P (target) and Q (draft):
@@ -10,7 +10,7 @@ token is drawn from the residual G. Two kinds of functions say what a method doe
 tests/decoding/theory.py enumerates whole chains of drafts by these functions, and tests hold them to the paper.
 """
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ def accept_prob(mass: Tensor, Q: Tensor) -> Tensor:
     return torch.where(mass >= Q, (mass > 0).to(Q.dtype), mass / torch.where(Q > 0, Q, 1.0))
 
 
-def scaled(omega: float | Tensor) -> Accept:
-    """min(1, omega P / Q), COOL-SD's f_i. omega: a number, or (B, 1) for rows (B, V)."""
+def scaled(omega: float) -> Accept:
+    """min(1, omega P / Q), COOL-SD's f_i."""
     return lambda P, Q: accept_prob(omega * P, Q)
 
 
@@ -63,29 +63,6 @@ def level_tv(P: Tensor, Q: Tensor, f: Tensor, G: Tensor) -> Tensor:
     beta_omega = sum min(Q, omega P); below it is 0.
     """
     return (level_law(P, Q, f, G) - P).abs().sum(-1) / 2
-
-
-def chain_bound(P: Tensor, Q: Tensor, tokens: Tensor, accepts: Sequence[Accept],
-                residual: Residual = optimal_residual) -> Tensor:
-    """Eq. (4) as one step of a decoder sees it: sum_i f_1(x_1) .. f_(i-1)(x_(i-1)) TV(level_law_i, P_i).
-
-    This is an estimate, and no bound by itself. Given the tokens before the step, its expectation over chains that
-    were sampled from Q is eq. (4) exactly. Summed over the steps of an image, its expectation is at least the total
-    variation between the images' distribution and the target's. It says nothing at temperature 0, of drafts that were
-    not sampled from Q, and of siblings. A NaN in a level that is tried gives NaN.
-
-    Args:
-        P, Q:     (B, L, V)     target and draft distribution before each drafted token
-        tokens:   (B, L) int64  the drafted tokens
-        accepts:  L functions of rows (B, V): `scaled(omega[:, i:i + 1])` for omega (B, L)
-    Returns:
-        (B,) float64
-    """
-    P, Q = P.double(), Q.double()
-    f = torch.stack([accept(P[:, i], Q[:, i]) for i, accept in enumerate(accepts)], 1)
-    passed = f.gather(2, tokens[..., None]).squeeze(2).cumprod(1)
-    reach_prob = torch.cat([torch.ones_like(passed[:, :1]), passed[:, :-1]], 1)
-    return (reach_prob * level_tv(P, Q, f, residual(P, Q, f))).sum(1)
 
 
 def schedule_mu(length: int, nu: float) -> float:
