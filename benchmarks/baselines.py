@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from benchmarks.released import Relaxation, Shape, filtered, walk
-from benchmarks.watch import parents_of
+from benchmarks.released import filtered
 from specvis_kernels import (
     INVALID_ROW,
     draw_children,
@@ -45,36 +44,15 @@ def residual_of(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     return (target_probs - draft_probs).clamp(min=0)
 
 
-def multinomial(target_probs, draft_probs, uniforms):
-    return torch.multinomial(residual_of(target_probs, draft_probs), 1)
-
-
 def searchsorted(target_probs, draft_probs, uniforms):
     sums = residual_of(target_probs, draft_probs).cumsum(-1)
     return torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:], right=True)
-
-
-def without_replacement(draft_probs, uniforms=None, *, seeds=None, positions=None, num_children=None):
-    num_children = num_children or uniforms.shape[-1]
-    return torch.multinomial(draft_probs.flatten(0, 1), num_children).view(*draft_probs.shape[:2], num_children)
 
 
 def guided_multinomial(logits, uncond, guidance, temperature, top_k, top_p, seeds, positions, **others):
     """One draw a row, as decoders draw from a row of probabilities."""
     probs = guided_probs(logits, uncond, guidance, temperature, top_k, top_p).probs
     return torch.multinomial(probs.flatten(0, 1), 1).view(positions.shape)
-
-
-def read(logits, uncond, *others, **options):
-    """One pass over the rows: no kernel that looks at all of them can be faster."""
-    return logits.sum(), uncond.sum()
-
-
-def topk_twice(logits, scores, width, *, num_children):
-    """EAGLE-2's level: log_softmax, topk, add, topk."""
-    log_probs, tokens = logits.log_softmax(-1).topk(num_children, -1)
-    scores = scores[..., None] + log_probs
-    return tokens, scores, scores.flatten(1).topk(num_children, -1)
 
 
 def scatter_and_add(tokens, counts, failed, target_forwards, num_accepted_at, num_drafted_at, tv_excess, node_tokens,
@@ -144,24 +122,6 @@ def gather_cumsum(probs, tokens, neighbors, delta, *, offset):
     return probs.gather(1, tokens[:, None])[:, 0] + (neighbor_probs * is_kept).sum(-1), is_kept.sum(-1)
 
 
-def greedy_loop(target_tokens, tokens, first_child, next_sibling, *, max_depth):
-    """verify_greedy on lists that are read back at once: a request, a node, a child at a time."""
-    results = []
-    for wanted, token, child_of, sibling_of in zip(*(t.tolist() for t in (target_tokens, tokens, first_child,
-                                                                          next_sibling))):
-        node, accepted_nodes = 0, []
-        while len(accepted_nodes) < max_depth:
-            child = child_of[node]
-            while child >= 0 and token[child] != wanted[node]:
-                child = sibling_of[child]
-            if child < 0:
-                break
-            accepted_nodes.append(child)
-            node = child
-        results.append((accepted_nodes, wanted[node]))
-    return results
-
-
 def padded_tree(target_probs, draft_tokens, cu_num_draft_tokens, uniforms, *, draft_probs=None, rule, window, entropy,
                 **settings):
     """verify_chain by verify_tree, which has the strict rule alone, once every request has as many rows as the longest.
@@ -180,82 +140,6 @@ def padded_tree(target_probs, draft_tokens, cu_num_draft_tokens, uniforms, *, dr
         settings |= {"draft_probs": draft_probs[draft], "draft_row": node.int().expand(len(first), N)}
     return verify_tree(target_probs[row], tokens, first_child, torch.full_like(first_child, -1), uniforms[row],
                        max_depth=N - 1, **settings)
-
-
-PATHS = WeakTensorKeyDictionary()   # first_child -> the paths of each request's tree
-SHARES = WeakTensorKeyDictionary()  # tokens -> each draft's share
-
-
-def paths_of(first_child: Tensor, next_sibling: Tensor) -> list[Tensor]:
-    """The nodes from the root to each leaf (leaves, depth); -1 pads. A decoder has them from drafting, so they
-    are made once for each tree and not timed.
-    """
-    if first_child not in PATHS:
-        PATHS[first_child] = [Shape.of(parents, first_child.device).paths
-                              for parents in parents_of(first_child, next_sibling)]
-    return PATHS[first_child]
-
-
-def shares_of(tokens: Tensor, first_child: Tensor, next_sibling: Tensor, draft_probs: Tensor,
-              draft_row: Tensor) -> Tensor:
-    """Each draft's probability without its earlier siblings (B, N). A decoder has these from drafting: they are made
-    once for each tree, and not timed.
-    """
-    if tokens not in SHARES:
-        SHARES[tokens] = torch.ones(tokens.shape)
-        for b, parents in enumerate(parents_of(first_child, next_sibling)):
-            left = dict.fromkeys(parents, 1.0)
-            for node, parent in enumerate(parents):
-                if parent >= 0:
-                    drawn = draft_probs[b, draft_row[b, parent], tokens[b, node]].item()
-                    SHARES[tokens][b, node] = drawn / left[parent]
-                    left[parent] -= drawn
-    return SHARES[tokens]
-
-
-def walks(tree, rows_of, *, max_depth, neighbors=None, delta=None, offset=0, residual="optimal", drafts_of=None):
-    """Each request's accepted nodes and next token. rows_of(request, its paths) makes the `row_of` of released.walk,
-    and drafts_of(request, its paths) makes its `draft_row_of` and `share_of`.
-    """
-    tokens, first_child, next_sibling, uniforms = tree
-    results = []
-    for b, paths in enumerate(paths_of(first_child, next_sibling)):
-        relaxation = None if neighbors is None else Relaxation(neighbors, neighbors.shape[1], delta[b], offset=offset,
-                                                               residual=residual)
-        best, num_accepted, probs = walk(
-            pad(tokens[b], (0, 1), value=-1)[paths[:, :max_depth + 1]], rows_of(b, paths),
-            lambda path, level, b=b, paths=paths: uniforms[b, paths[path, level]].item(), relaxation,
-            *(drafts_of(b, paths) if drafts_of else ()))
-        next_token = int((probs.cumsum(0) <= uniforms[b, 0] * probs.sum()).sum())
-        results.append((paths[best, 1:num_accepted + 1].tolist(), next_token))
-    return results
-
-
-def python_loop(target_probs, *tree, draft_probs=None, draft_row=None, **rule):
-    """verify_tree: a request, a level, a path at a time, as in LANTERN's release. Each node whose children were drawn
-    must have a row that they were drawn from."""
-    def drafts_of(b, paths):
-        shares = shares_of(*tree[:3], draft_probs, draft_row)[b]
-        return (lambda path, level: draft_probs[b, draft_row[b, paths[path, level]]],
-                lambda path, level: shares[paths[path, level]])
-
-    return walks(tree, lambda b, paths: lambda path, level: target_probs[b, paths[path, level]], **rule,
-                 drafts_of=None if draft_probs is None else drafts_of)
-
-
-def lantern_loop(logits, uncond, tokens, first_child, next_sibling, uniforms, guidance, temperature, top_k, top_p, *,
-                 filters="k_then_p", seeds=None, positions=None, **rule):
-    """Verification of deterministic drafts as LANTERN's release does it: guidance for all rows, which are copied along
-    each path; then a level at a time. A level's row is filtered when the walk reaches it.
-    """
-    if uniforms is None:  # it has no shared noise
-        uniforms = torch.rand(tokens.shape, device=tokens.device)
-
-    def rows_of(b, paths):
-        along = (uncond[b] + guidance[b] * (logits[b] - uncond[b]))[paths]
-        return lambda path, level: filtered(along[path, level], temperature[b], int(top_k[b]), float(top_p[b]), filters)
-
-    return walks((tokens, first_child, next_sibling, uniforms), rows_of, **rule)
 
 
 def all_rows_first(logits, uncond, tokens, first_child, next_sibling, uniforms, guidance, temperature, top_k, top_p, *,
@@ -374,20 +258,16 @@ BASELINES = {
     "couple_tokens": {"multinomial": where_and_multinomial},
     "draft_children": {"two ops": children_by_ops},
     "draft_frontier": {"two ops": level_by_ops},
-    "draw_children": {"multinomial": without_replacement},
-    "draw_tokens": {"multinomial": guided_multinomial, "read": read},
-    "expand_tree": {"topk twice": topk_twice},
+    "draw_tokens": {"multinomial": guided_multinomial},
     "guided_probs": {"warpers": warpers},
     "neighborhood_sum": {"gather": gather_cumsum},
     "rms_norm": {"PyTorch's": norm_by_parts, **({"Liger's": liger_norm} if LIGER else {}),
                  **({"flashinfer's": flashinfer_norm} if FLASHINFER else {})},
     "rotate_into_cache": {"PyTorch's": rotate_and_index},
-    "sample_residual": {"multinomial": multinomial, "searchsorted": searchsorted},
+    "sample_residual": {"searchsorted": searchsorted},
     "swiglu": {"PyTorch's": silu_and_multiply, **({"Liger's": liger_swiglu} if LIGER else {}),
                **({"flashinfer's": flashinfer_swiglu} if FLASHINFER else {})},
     "tree_attention": {"attention": attention_under_a_mask},
     "verify_chain": {"padded": padded_tree},
-    "verify_greedy": {"python loop": greedy_loop},
-    "verify_logits": {"LANTERN's loop": lantern_loop, "two ops": all_rows_first},
-    "verify_tree": {"python loop": python_loop},
+    "verify_logits": {"two ops": all_rows_first},
 }

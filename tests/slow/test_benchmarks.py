@@ -26,10 +26,6 @@ def test_the_baselines_of_verify_logits_accept_the_same_nodes(options):
     options = {"branch": 5, "likely": True, "settings": [(3.0, 1.0, 90, 0.95), (2.0, 1.0, 60, 1.0)]} | options
     (nodes, num_accepted, token, *_), expected = both("verify_logits", "two ops", 6, 60, 300, 4, options)
     assert nodes.equal(expected.accepted_nodes) and token.equal(expected.next_token) and num_accepted.max() > 1
-    results, _ = both("verify_logits", "LANTERN's loop", 6, 60, 300, 4, options)
-    for b, (nodes, token) in enumerate(results):
-        assert "seeds" in options or nodes == expected.accepted_nodes[b, :expected.num_accepted[b]].tolist()
-        assert "seeds" in options or token == expected.next_token[b]
 
 
 @pytest.mark.parametrize("op", [op for op in ops.ROWS if ops.jobs([op], GROUPS)])
