@@ -199,14 +199,13 @@ def refresh_pays() -> str:
     return markdown(["device, sizes", "best window without", "best with refreshes"], *lines)
 
 
-IMAGE, NUCLEUS = "[(7.5, 1.0, 1000, 1.0)]", "[(1.2, 1.0, 100, 0.8)]"
+IMAGE = "[(7.5, 1.0, 1000, 1.0)]"
 TREE = f"60 16384 6 {{'branch': 10, 'likely': True, 'settings': {IMAGE}"
 LANTERN = ", 'k': 1000, 'residual': 'relaxed'}"
 OPS = [  # title, op, its sizes after the batch
     ("`draft_frontier`, 10 pairs of float32", "draft_frontier", f"10 16384 10 float32 True 1 {IMAGE}"),
     ("`draft_children`, 10 pairs of float32", "draft_children", f"10 16384 10 float32 True False {IMAGE}"),
     ("`draft_children`, bfloat16", "draft_children", f"10 16384 10 bfloat16 True False {IMAGE}"),
-    ("`draft_children`, 6 rows of 4096", "draft_children", f"6 4096 6 float32 True False {NUCLEUS}"),
     ("`select_tree`, of 410 nodes", "select_tree", "410 60"),
     ("`tree_links`", "tree_links", "60"),
     ("`tree_attention`, a layer, 576 columns", "tree_attention",
@@ -243,6 +242,8 @@ def gpu_ops() -> str:
     for title, op, sizes in OPS:
         shapes = [f"{batch * ROWS_OF_A_REQUEST.get(op, 1)} {sizes}" for batch in (1, 8, 64)]
         found = {backend: [times.get((op, shape, backend)) for shape in shapes] for backend in ("cuda", *OTHERS)}
+        if op in ("verify_logits", "draft_children"):  # had kernels of their own when this was timed
+            found = {"two ops": found["two ops"]}
         found = {backend: us for backend, us in found.items() if any(us)}
         ours, *_ = found.values()
         (_, own), *others = [(backend, " / ".join(
