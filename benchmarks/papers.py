@@ -104,8 +104,8 @@ def columns(*names: str) -> dict[str, str]:
     return dict(zip(names, names))
 
 
-def of_draft_b(row: dict) -> bool:
-    return row["draft"] == "B"
+def of_h_and_b(row: dict) -> bool:
+    return (row["target"], row["draft"]) == ("H", "B")
 
 
 TABLES = (
@@ -117,20 +117,21 @@ TABLES = (
           here("speed-up", "tau", "acceptance", "tv_excess")),
     Table("adt-table-1", columns("T", "method", "speed-up", "tau", "mean depth", "HPSv2", "CLIP"),
           {"method here": of_adt}, here("speed-up", "tau", "mean depth", "tv_excess")),
-    Table("adt-table-5", columns("model", "base values", "speed-up", "tau", "mean depth"),
-          {"method here": of_base_values}, here("speed-up", "tau", "mean depth")),
+    Table("adt-table-5", columns("base values", "speed-up", "tau", "mean depth"),
+          {"method here": of_base_values}, here("speed-up", "tau", "mean depth"),
+          lambda row: row["model"] == "LlamaGen-XL"),
     Table("cool-table-1", columns("model", "method", "delta", "CLIP", "FID", "ImageReward", "tau", "speed-up"),
           {"method here": of_cool}, here("tau", "speed-up", "acceptance", "tv_excess")),
     Table("jacobi", columns("method", "lossless", "source", "steps", "speed-up", "FID", "CLIP x 100"),
           {"method here": of_jacobi}, here("tau", "speed-up", "acceptance", "tv_excess")),
-    Table("cspd-table-1", columns("target", "draft", "gamma", "alpha", *(f"speed-up, batch {n}" for n in (1, 256))),
-          {"method here": partial(of_cspd, prefill=15)}, here("alpha", "speed-up", "tau"), of_draft_b),
-    Table("cspd-table-3", columns("target", "draft", "gamma", "alpha, not aligned", "alpha, aligned"),
+    Table("cspd-table-1", columns("gamma", "alpha", *(f"speed-up, batch {n}" for n in (1, 256))),
+          {"method here": partial(of_cspd, prefill=15)}, here("alpha", "speed-up", "tau"), of_h_and_b),
+    Table("cspd-table-3", columns("gamma", "alpha, not aligned", "alpha, aligned"),
           {"method here": partial(of_cspd, prefill=5, aligned="false"), "aligned": partial(of_cspd, prefill=5)},
-          {"not aligned here": ("method here", "alpha"), "aligned here": ("aligned", "alpha")}, of_draft_b),
-    Table("cspd-table-4", columns("target", "draft", "gamma", "pre-filled (%)", "alpha", "speed-up"),
+          {"not aligned here": ("method here", "alpha"), "aligned here": ("aligned", "alpha")}, of_h_and_b),
+    Table("cspd-table-4", columns("gamma", "pre-filled (%)", "alpha", "speed-up"),
           {"method here": lambda row: of_cspd(row, int(row["pre-filled (%)"]))}, here("alpha", "speed-up"),
-          lambda row: of_draft_b(row) and row["target"] == "H"),
+          of_h_and_b),
 )
 CURVES = {  # of the plot: of one method over how much it relaxes, or over its window; without a colon: points
     "`jacobi`: window": [f"jacobi:window={window}" for window in (4, 8, 16, 32)],
@@ -279,7 +280,7 @@ def continuous() -> str:
 
 
 BLOCKS = {**{table.name.replace("+", "p"): partial(shown, table) for table in TABLES}, "trade-off": trade_off,
-          "cspd-here": continuous}
+          "cspd-here": continuous, "revisions": lambda: f"Revisions: {tables.origin(f'{tables.CPU}-papers.json')}."}
 
 
 def draw(records: dict[Key, dict], path: Path) -> None:
@@ -301,7 +302,7 @@ def draw(records: dict[Key, dict], path: Path) -> None:
 
 
 def write_page() -> None:
-    PAGE.write_text(tables.written(PAGE.read_text(), BLOCKS))
+    PAGE.write_text(tables.written(PAGE.read_text(), BLOCKS, captions=False))
     print(f"wrote {PAGE.relative_to(tables.ROOT)}")
 
 

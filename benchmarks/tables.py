@@ -281,17 +281,17 @@ TABLES = {"compare": compare, "decode": decode, "decode-refresh": decode_refresh
           "refresh-pays": refresh_pays, "readme": readme}
 
 
-def captioned(table) -> str:
+def captioned(table, captions: bool = True) -> str:
     """What a function writes, and where it comes from."""
     READ.clear()
     text = table()
     origins = "; ".join(dict.fromkeys(filter(None, map(origin, READ))))
-    return f"{text}\n\n*Revisions: {origins}.*" if origins else text
+    return f"{text}\n\n*Revisions: {origins}.*" if origins and captions else text
 
 
-def written(page: str, tables: dict) -> str:
-    """The page with these tables in its blocks. tables: functions by name"""
-    return BLOCK.sub(lambda match: f"{match[1]} -->\n{captioned(tables[match[1]])}\n" if match[1] in tables
+def written(page: str, tables: dict, captions: bool = True) -> str:
+    """The page with these tables in its blocks, each with its revisions if `captions`. tables: functions by name"""
+    return BLOCK.sub(lambda match: f"{match[1]} -->\n{captioned(tables[match[1]], captions)}\n" if match[1] in tables
                      else match[0], page)
 
 
