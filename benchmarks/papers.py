@@ -143,6 +143,7 @@ CURVES = {  # of the plot: of one method over how much it relaxes, or over its w
     "UniformRSD: omega": [f"uniform-rsd:omega={omega}" for omega in (1.1, 1.5, 2, 3)],
     "COOL-SD: omega": [f"cool-sd:omega={omega}" for omega in (1.1, 1.5, 2, 3)],
 }
+SHOWN = ("lossless trees", "SJD, SCD", "LANTERN: delta")  # in the papers' tables already
 CONTINUOUS = ("mar:num_iter=64", "mar:num_iter=16", "cspd:gamma=1", "cspd-path:gamma=1")
 Key = tuple[str, float]  # a method as the command line has it, and its temperature
 
@@ -269,7 +270,7 @@ def trade_off() -> str:
     names = ("tau", "speed-up", "acceptance", "tv_excess")
     return tables.markdown(["curve", "method", *names], *(
         [title, f"`{text}`", *(cell(records.get((text, 1.0)), name) for name in names)]
-        for title, curve in CURVES.items() for text in curve))
+        for title, curve in CURVES.items() if title not in SHOWN for text in curve))
 
 
 def continuous() -> str:
