@@ -1,7 +1,7 @@
 """A forward on a CPU, and what limits it:   python -m benchmarks.forward [--sizes ..] [--llama PYTHON] [--json]
 
 A forward reads 1 to 33 nodes for each of a guided pair of rows, in the middle of a picture, with their logits: by
-`decoder_layers`, by PyTorch's modules (eager or compiled); and llama.cpp reads as many rows with a random Llama of
+`decoder_layers`, by PyTorch's modules; and llama.cpp reads as many rows with a random Llama of
 equal sizes. PyTorch has two processes, in which OpenMP waits as by default or passively, and llama.cpp has its own.
 They take turns, and a process is stopped outside its turns, so that its threads take no time from the others. A single
 thread's time is its own, without what other programs take.
@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from time import perf_counter, thread_time
 
@@ -55,12 +54,6 @@ def forward_of(gpt: GPT, nodes: int):
     return lambda: gpt.logits(gpt.extend(tokens, read, cache))
 
 
-@lru_cache(maxsize=1)
-def compiled(gpt: GPT):
-    """`gpt.forward` as one graph of static shapes."""
-    return torch.compile(gpt.forward, fullgraph=True, dynamic=False)
-
-
 def bandwidth(dtype: str):
     """A call, and the GB that it reads."""
     data = torch.ones(2**27)
@@ -79,7 +72,6 @@ def serve(size: str, dtype: str) -> None:
     """Answer each line [what, nodes, threads, seconds] with the milliseconds of forwards, or with rates."""
     with torch.inference_mode(False):  # weights of inference mode are not packed
         gpt, calls = gpt_of(size, dtype), {}
-        eager = gpt.forward
         weights = [p for name, p in gpt.named_parameters() if "embedding" not in name]
     c = gpt.config
     print(json.dumps([sum(p.nbytes for p in weights), [c.layers, c.heads, c.dim, c.ffn_dim, c.vocabulary]]), flush=True)
@@ -87,13 +79,10 @@ def serve(size: str, dtype: str) -> None:
         what, nodes, threads, seconds = json.loads(line)
         torch.set_num_threads(threads)
         layers.USE_KERNELS = what == "decoder_layers"
-        gpt.forward = eager
         if (what, nodes) not in calls:
             limit = {"bandwidth": bandwidth, "product": product}.get(what)
             call, amount = limit(dtype) if limit else (forward_of(gpt, nodes), None)
             calls[what, nodes] = call, amount
-        if what == "compile":
-            gpt.forward = compiled(gpt)
         (call, amount), results, start = calls[what, nodes], [], perf_counter()
         now = thread_time if threads == 1 else perf_counter
         while len(results) < 2 or perf_counter() - start < seconds:  # the first warms up
@@ -158,12 +147,11 @@ def eager_times(size: str, dtype: str) -> dict[tuple[str, int], float]:
     return {setting: statistics.median(samples) for setting, samples in times.items()}
 
 
-def measure(size: str, dtype: str, seconds: float, llama: str | None, is_compiled: bool) -> tuple[list[dict], dict]:
+def measure(size: str, dtype: str, seconds: float, llama: str | None) -> tuple[list[dict], dict]:
     """A record for each of NODES and each contender; and the limits, in GB/s and GFLOP/s."""
     most = torch.get_num_threads()
     contenders = [("decoder_layers", "default", 1), ("decoder_layers", "default", most), ("eager", "default", 1),
                   ("eager", "default", most), ("eager", "passive", most)]
-    contenders += [("compile", "default", most)] if is_compiled else []
     contenders += [("llama.cpp", "llama.cpp", 1), ("llama.cpp", "llama.cpp", most)] if llama else []
     times = {(contender, nodes): [] for nodes in NODES for contender in dict.fromkeys(contenders)}
     rates, turns = {(what, threads): [] for what in ("bandwidth", "product") for threads in (1, most)}, 0
@@ -241,8 +229,6 @@ def main():
                         "taken; default 60")
     parser.add_argument("--llama", default=sys.executable, metavar="PYTHON", help="one that has llama-cpp-python and "
                         "gguf; default: this one")
-    parser.add_argument("--compile", action="store_true", help="torch.compile too, of the shipped model; it takes "
-                        "minutes")
     parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="write the records; default FILE: "
                         "benchmarks/results/<machine>-forward.json")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw milliseconds over nodes")
@@ -257,8 +243,7 @@ def main():
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     for text in options.sizes:
         size, _, dtype = text.partition(":")
-        rows, limits[text] = measure(size, dtype or "bfloat16", options.seconds, llama,
-                                     options.compile and size == "shipped")
+        rows, limits[text] = measure(size, dtype or "bfloat16", options.seconds, llama)
         records += rows
         print(*table(rows, limits[text]), sep="\n", flush=True)
     if options.plot:

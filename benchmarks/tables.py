@@ -148,10 +148,7 @@ FORWARDS = {**{f"shipped, {dtype}": {"size": "shipped", "dtype": dtype} for dtyp
 def forward() -> str:
     lines = []
     for title, model in FORWARDS.items():
-        whats = {"decoder_layers": f"{title}: `decoder_layers`", "eager": "PyTorch", "compile": "torch.compile",
-                 "llama.cpp": "llama.cpp"}
-        if not title.startswith("shipped"):
-            del whats["compile"]
+        whats = {"decoder_layers": f"{title}: `decoder_layers`", "eager": "PyTorch", "llama.cpp": "llama.cpp"}
         lines += [[name, *(short(forward_ms(nodes, what, **model), 2) for nodes in NODES)]
                   for what, name in whats.items()]
     return markdown(["nodes", *map(str, NODES)], *lines)
