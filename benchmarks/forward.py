@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from time import perf_counter, thread_time
 
@@ -52,6 +53,12 @@ def forward_of(gpt: GPT, nodes: int):
     read = Nodes(depth, torch.tensor([first]), ancestors, mask, first + nodes)
     tokens = torch.zeros(2, nodes, dtype=torch.int64)
     return lambda: gpt.logits(gpt.extend(tokens, read, cache))
+
+
+@lru_cache(maxsize=1)
+def compiled(gpt: GPT):
+    """`gpt.forward` as one graph of static shapes, for benchmarks.decode."""
+    return torch.compile(gpt.forward, fullgraph=True, dynamic=False)
 
 
 def bandwidth(dtype: str):
