@@ -65,9 +65,10 @@ class ReplayedDecoder:
     """Reads nodes for R rows after what its cache holds. On CUDA the third read of as many nodes is captured in a
     graph, which later ones replay: they overwrite its logits."""
 
-    def __init__(self, model: nn.Module, decoder: nn.Module, is_real: Tensor, num_columns: int, num_positions: int):
-        """is_real: (R, S) bool, where the prompts are no padding"""
-        self.model, self.decoder, self.is_real = model, decoder, is_real
+    def __init__(self, model: nn.Module, decoder: nn.Module, output: Callable, is_real: Tensor, num_columns: int,
+                 num_positions: int):
+        """output: makes of hidden states what a decoder gives; is_real: (R, S) bool, where the prompts are no padding"""
+        self.model, self.decoder, self.output, self.is_real = model, decoder, output, is_real
         self.layers, self.rotations = pack_decoder(decoder, num_positions)
         qkv, head_dim = self.layers.matrices[0], 2 * self.rotations.shape[1]
         heads = (len(qkv) // head_dim - self.layers.heads) // 2
@@ -98,12 +99,10 @@ class ReplayedDecoder:
         return logits
 
     def read(self, ids: Tensor, positions: Tensor, lengths: Tensor, ancestors: Tensor) -> Tensor:
-        from transformers.modeling_outputs import BaseModelOutputWithPast
-
         def forward(input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **_):
             x = self.decoder.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-            return BaseModelOutputWithPast(decoder_layers(x, self.layers, self.data, lengths, ancestors, positions,
-                                                          self.rotations, key_mask=self.is_real))
+            return self.output(decoder_layers(x, self.layers, self.data, lengths, ancestors, positions, self.rotations,
+                                              key_mask=self.is_real))
 
         self.decoder.forward = forward  # around it the model does what it always does
         try:

@@ -212,7 +212,9 @@ class Target:
         num_columns, decoder = self.prefix_len + asked.max_tokens + num_nodes, decoder_of(model)
         self.cache, self.replayed = _cache_class()(len(ids), num_columns), None
         if decoder is not None:
-            self.replayed = ReplayedDecoder(model, decoder, is_real, num_columns, self.prefix_len + asked.max_tokens)
+            from transformers.modeling_outputs import BaseModelOutputWithPast as DecoderOutput
+            self.replayed = ReplayedDecoder(model, decoder, DecoderOutput, is_real, num_columns,
+                                            self.prefix_len + asked.max_tokens)
             self.cache.keys, self.cache.values = self.replayed.caches()
 
     def twice(self, tensor: Tensor) -> Tensor:

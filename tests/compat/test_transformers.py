@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from specvis_kernels import StatusError, codebook_neighbors, guided_probs, gumbel_noise
-from specvis_kernels.compat import _versions
+from specvis_kernels.compat import _transformers, _versions
 from specvis_kernels.compat import transformers as compat
 from specvis_kernels.compat._transformers import cache_name
 from specvis_kernels.compat.transformers import GuidedProbsProcessor, jacobi_generate, tree_generate
+from tests.decoding.test_step import Recorded, recorded  # noqa: F401  a fixture
 from tests.families import GRIDS, TEXT, chameleon_model, emu3_model, glm_image_model, janus_model, needs_glm_image
 
 transformers = pytest.importorskip("transformers")
@@ -67,7 +68,7 @@ def test_greedy_is_generate(model, ours, eos_token_id):
 
 @pytest.mark.parametrize("make", [
     lambda more: transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=V, **more)),
-    lambda more: transformers.Emu3ForCausalLM(transformers.Emu3Config(text_config=more | {"vocab_size": V}).text_config)])
+    lambda more: transformers.Emu3ForCausalLM(transformers.Emu3TextConfig(vocab_size=V, **more))])
 def test_forwards_of_nodes_are_replayed(make, ours, as_on_a_gpu, request, monkeypatch):
     """On CUDA: after the prompt no module of the layers is called, and the tokens stay what they are."""
     torch.manual_seed(0)
@@ -75,7 +76,7 @@ def test_forwards_of_nodes_are_replayed(make, ours, as_on_a_gpu, request, monkey
                       num_key_value_heads=2, initializer_range=0.3, eos_token_id=None, pad_token_id=0)).eval()
     options = dict(seeds=[7, 8, 9, 10], do_sample=True, guidance=2.0, max_new_tokens=40, unconditional_ids=PROMPTS[:1])
     with monkeypatch.context() as patch:
-        patch.setattr(specvis_kernels.compat._transformers, "decoder_of", lambda model: None)
+        patch.setattr(_transformers, "decoder_of", lambda model: None)
         expected = generate(llama, **ours, **options)
     calls, replays = [], Recorded.num_replays
     monkeypatch.setattr(type(llama.model.layers[0]), "forward", counted(type(llama.model.layers[0]).forward, calls))
