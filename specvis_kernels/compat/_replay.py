@@ -67,7 +67,8 @@ class ReplayedDecoder:
 
     def __init__(self, model: nn.Module, decoder: nn.Module, output: Callable, is_real: Tensor, num_columns: int,
                  num_positions: int):
-        """output: makes of hidden states what a decoder gives; is_real: (R, S) bool, where the prompts are no padding"""
+        """output: makes what a decoder gives of hidden states; is_real: (R, S) bool, where the prompts are no padding
+        """
         self.model, self.decoder, self.output, self.is_real = model, decoder, output, is_real
         self.layers, self.rotations = pack_decoder(decoder, num_positions)
         qkv, head_dim = self.layers.matrices[0], 2 * self.rotations.shape[1]

@@ -13,6 +13,7 @@ from specvis import Sampling, decode, jacobi_decode, method, speculative_decode
 from specvis.decoding.draft_model import SmallDraftModel
 from specvis.decoding.sampling import cfg_inputs
 from specvis.models.interface import ModelCache, Nodes, TargetModel, num_tokens
+from specvis.models.layers import Packing
 from specvis.models.transformers import (
     TREE_ATTENTION,
     Chameleon,
@@ -414,6 +415,57 @@ def test_changed_layers_are_read_by_modules(targets):
         target.use_decoder_layers()
         assert torch.equal(target.extend(torch.zeros(2, 1).long(), nodes, cache), expected)
         target.packing = None
+
+
+def bytes_of(model):
+    return sum({w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in model.parameters()}.values())
+
+
+@pytest.mark.parametrize("family", ["lumina", "emu3", "janus"])
+@torch.no_grad()
+def test_on_a_gpu_the_weights_are_the_model_s_own(family, tmp_path, as_on_a_gpu):
+    """Saved, copied, converted and written to, the model is what it was, and is read as it is then."""
+    target = target_of(family)
+    model, size = target.model, bytes_of(target.model)
+
+    def tokens(model, packed=True):
+        new = copy.copy(target)
+        new.model, new.decoder, new.packing = model, model.model, Packing() if packed else None
+        new.decoder = next(m for name, m in model.named_modules() if m.__class__ is target.decoder.__class__)
+        decoded = jacobi_decode(new, *new.condition(PROMPTS), sampling_for(target), method("jacobi")).tokens
+        assert not packed or new.packing.packed
+        return decoded
+
+    expected = tokens(model, False)
+    assert torch.equal(tokens(model), expected) and bytes_of(model) == size
+    model.save_pretrained(tmp_path)
+    assert sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")) < 1.1 * size
+    assert torch.equal(tokens(type(model).from_pretrained(tmp_path).eval()), expected)
+    copied = copy.deepcopy(model)
+    assert torch.equal(tokens(copied), expected) and bytes_of(copied) == size
+    mlp = copied.get_submodule(next(name for name, _ in copied.named_modules() if name.endswith("layers.1.mlp")))
+    mlp.up_proj.weight += torch.randn(mlp.up_proj.weight.shape)  # as an adapter that is merged
+    assert torch.equal(tokens(copied), tokens(copied, False)) and not torch.equal(tokens(copied), expected)
+    copied.load_state_dict({name: w.clone() for name, w in model.state_dict().items()}, assign=True)
+    assert torch.equal(tokens(copied), expected) and torch.equal(tokens(model), expected)
+    tokens(copied.bfloat16())
+
+
+@pytest.mark.parametrize("change, reason", [
+    (lambda d: d.layers[1].mlp.down_proj.half(), "weights of more than one dtype, torch.float16, torch.float32"),
+    (lambda d: d.layers[0].mlp.to("meta"), "weights of more than one device, cpu, meta"),
+    (lambda d: d.layers.double() and d.norm.double(), "weights of torch.float64 on cpu"),
+    (lambda d: d.layers[0].mlp.register_forward_hook(print), "a LlamaMLP with hooks, dropout or a forward of its own"),
+    (lambda d: setattr(d.layers[0], "mlp", Wrapped(d.layers[0].mlp)), "a Wrapped, which is none of Llama, Emu3, Cham"),
+    (lambda d: setattr(d.rotary_emb, "rope_type", "dynamic"), "dynamic rotary embeddings, which follow the length")])
+def test_a_model_that_modules_read_says_why(change, reason, as_on_a_gpu):
+    target = target_of("janus")
+    target.new_cache(1, 1)
+    assert target.can_replay
+    change(target.decoder)
+    with pytest.warns(UserWarning, match=f"the model's own modules read each step, .* cannot read {reason}"):
+        target.new_cache(1, 1)
+    assert not target.can_replay
 
 
 class Wrapped(torch.nn.Module):

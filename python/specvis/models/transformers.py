@@ -247,7 +247,7 @@ class ImageModel:
         self.check_model()
         if self.packing:
             self.pack_layers()
-            if self.packing.why_not and self.device.type == "cuda":
+            if self.packing.why_not and self.device.type not in IN_PANELS:
                 warnings.warn("the model's own modules read each step, without CUDA graphs: decoder_layers cannot read "
                               f"{self.packing.why_not}", stacklevel=2)  # which Python shows once
         c = self.config
