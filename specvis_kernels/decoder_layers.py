@@ -10,7 +10,7 @@ from torch import Tensor
 from ._checks import FLOATS, check, check_count, check_dims, check_eps, for_each, integers
 from ._define import define
 from .packed_linear import DTYPES, PANEL, pack_weight, padded, unpacked
-from .rotate_into_cache import check_head_norms, head_normed, rotated
+from .rotate_into_cache import check_head_norms, check_rotations, head_normed, rotated
 from .tree_attention import _oracle as attend
 
 
@@ -27,6 +27,8 @@ class DecoderLayer(NamedTuple):
         qkv_bias:       ((H + 2 Hkv) D,)
         out_bias:       (E,)
         head_norms:     (H + Hkv, D) each: scale and shift of the LayerNorms of q and k
+        attention_out_norm, ffn_out_norm: (E,)  of what attention and the gated layer give, before it is added. Not in
+                        a CPU's kernel
     """
 
     qkv: Tensor
@@ -39,13 +41,15 @@ class DecoderLayer(NamedTuple):
     qkv_bias: Tensor | None = None
     out_bias: Tensor | None = None
     head_norms: tuple[Tensor, Tensor] | None = None
+    attention_out_norm: Tensor | None = None
+    ffn_out_norm: Tensor | None = None
 
 
 class PackedLayers(NamedTuple):
     """Layers for `decoder_layers`, as `pack_layers` makes them."""
 
     matrices: list[Tensor]    # one (L, m), in panels; or qkv, out, gate above up, and down of each layer
-    vectors: list[Tensor]     # one (L, v) float32; or six of each layer, where (0,) stands for what it has not
+    vectors: list[Tensor]     # one (L, v) float32; or eight of each layer, where (0,) stands for what it has not
     last_norm: Tensor | None  # (E,)  of the vectors' dtype
     heads: int                # H
     ffn_dim: int              # F
@@ -101,16 +105,20 @@ def pack_layers(layers: Sequence[DecoderLayer], last_norm: Tensor | None = None,
         check("last_norm", last_norm, dtypes, like=first.qkv, E=E)
     sizes = {"qkv": {"Q": Q, "E": E}, "out": {"E": E, "HD": HD}, "gate": {"F": ffn_dim, "E": E},
              "up": {"F": ffn_dim, "E": E}, "down": {"E": E, "F": ffn_dim}, "ffn_norm": {"E": E},
-             "attention_norm": {"E": E}, "qkv_bias": {"Q": Q}, "out_bias": {"E": E}}
+             "attention_norm": {"E": E}, "qkv_bias": {"Q": Q}, "out_bias": {"E": E}, "attention_out_norm": {"E": E},
+             "ffn_out_norm": {"E": E}}
+    optional = "attention_norm", "qkv_bias", "out_bias", "attention_out_norm", "ffn_out_norm"
 
     def check_layer(number: int, layer: DecoderLayer) -> None:
         for name, size in sizes.items():
-            if getattr(layer, name) is not None or name not in ("attention_norm", "qkv_bias", "out_bias"):
+            if getattr(layer, name) is not None or name not in optional:
                 check(f"layers[{number}].{name}", getattr(layer, name), first.qkv.dtype, like=first.qkv, **size)
         check_head_norms(f"layers[{number}].head_norms", layer.head_norms, first.qkv, heads=heads + heads_of_kv, D=D)
         if (layer.attention_norm is None, layer.head_norms is None) != (first.attention_norm is None,
                                                                         first.head_norms is None):
             raise ValueError("layers must all have equal norms")
+        if in_panels and (layer.attention_out_norm, layer.ffn_out_norm) != (None, None):
+            raise ValueError(f"layers[{number}].attention_out_norm and ffn_out_norm must be None for a CPU's kernel")
 
     def panels(layer: DecoderLayer) -> tuple[Tensor, Tensor]:
         gate_up = torch.stack([pack_weight(layer.gate), pack_weight(layer.up)], 1)  # panels take turns
@@ -129,7 +137,7 @@ def pack_layers(layers: Sequence[DecoderLayer], last_norm: Tensor | None = None,
             matrices += layer.qkv.detach(), layer.out.detach(), joined([layer.gate, layer.up]), layer.down.detach()
             vectors += (none if v is None else v.detach() for v in (
                 layer.attention_norm, layer.ffn_norm, layer.out_bias, layer.qkv_bias,
-                *(layer.head_norms or (None, None))))
+                *(layer.head_norms or (None, None)), layer.attention_out_norm, layer.ffn_out_norm))
             continue
         packed, of_layer = panels(layer)
         matrices = matrices or [packed.new_empty(len(layers), len(packed))]
@@ -200,7 +208,8 @@ def decoder_layers(x: Tensor, layers: PackedLayers, kv_cache: Tensor, lengths: T
                                                    node's own bit is first_node + n
         positions:  (Y, N) int32 or int64        the row of `rotations` of each node; R is a multiple of Y. A
                                                  position outside the table takes its first or last row
-        rotations:  (P, D / 2, 2) float32        cosine and sine by which pairs of entries are turned
+        rotations:  (P, d / 2, 2) float32        cosine and sine by which pairs of a head's first d entries are turned;
+                                                 d is D on a CPU
         first_node: how many nodes of the tree were read before
         key_mask:   (R, S) bool                  which of the first columns are seen; None: all
         backend:    None for the device's own kernel; a name from `backends()` to force one
@@ -233,12 +242,11 @@ def decoder_layers(x: Tensor, layers: PackedLayers, kv_cache: Tensor, lengths: T
     check("ancestors", ancestors, torch.int64, x, may_be_one=True, B=B, N=N, W=W)
     Y = check_dims("positions", positions, "YN")[0]
     positions = integers("positions", positions, torch.int64, x, Y=Y, N=N)
-    P = check_dims("rotations", rotations, "Pd2")[0]
-    check("rotations", rotations, torch.float32, like=x, P=P, pairs=D // 2, two=2)
+    check_rotations(rotations, x, D)
     first_node = check_count("first_node", first_node, 0)
-    if N < 1 or T < 1 or P < 1 or Y < 1 or R % Y:
-        raise ValueError(f"there must be a node, a column, a rotation, and rows a multiple of the rows of positions, "
-                         f"got N={N}, T={T}, P={P}, Y={Y} and R={R}")
+    if N < 1 or T < 1 or Y < 1 or R % Y:
+        raise ValueError(f"there must be a node, a column, and rows a multiple of the rows of positions, got N={N}, "
+                         f"T={T}, Y={Y} and R={R}")
     if R % B if B else R:
         raise ValueError(f"the rows of x must be a multiple of B={B}, got {R}")
     if first_node + N > 64 * W:
@@ -259,7 +267,7 @@ def check_sizes(layers: PackedLayers, x: Tensor, L: int, H: int, Hkv: int, D: in
     """Raise ValueError unless the tensors of `layers` are as `pack_layers` makes them, for L layers and x (R, N, E)."""
     E, Q, heads = x.shape[2], (H + 2 * Hkv) * D, (H + Hkv, D)
     matrices = [(Q, E), (E, H * D), (2 * ffn_dim, E), (E, ffn_dim)] * L
-    vectors = [(E,), (E,), (E,), (Q,), heads, heads] * L
+    vectors = [(E,), (E,), (E,), (Q,), heads, heads, (E,), (E,)] * L
     in_panels = getattr(layers.matrices, "__len__", int)() == 1
     if in_panels:
         matrices = [(L, matrix_sizes(E, H, Hkv, D, ffn_dim)[-1])]
@@ -271,7 +279,7 @@ def check_sizes(layers: PackedLayers, x: Tensor, L: int, H: int, Hkv: int, D: in
             raise ValueError(f"layers.{name} must be a list of {len(sizes)} tensors, as pack_layers makes it, got "
                              f"{len(tensors) if isinstance(tensors, list) else type(tensors).__name__}")
         for i, (tensor, size) in enumerate(zip(tensors, sizes)):
-            if name == "matrices" or i % 6 == 1 or in_panels or getattr(tensor, "shape", None) != (0,):  # it has it
+            if name == "matrices" or i % 8 == 1 or in_panels or getattr(tensor, "shape", None) != (0,):  # it has it
                 check(f"layers.{name}[{i}]", tensor, of, like=x, **dict(zip("mn", size)))
     if layers.last_norm is not None:
         check("layers.last_norm", layers.last_norm, dtype, like=x, E=E)
@@ -291,11 +299,11 @@ def vector_sizes(E: int, H: int, Hkv: int, D: int, has_head_norms: bool) -> list
 
 def plain_layers(matrices: list[Tensor], vectors: list[Tensor], E: int, H: int, Hkv: int, D: int, ffn_dim: int,
                  has_first_norm: bool, has_head_norms: bool) -> Iterator[list[Tensor | None]]:
-    """Of each layer qkv, out, gate above up, down, and attention_norm, ffn_norm, out_bias, qkv_bias, scale, shift, each
-    of which may be None."""
+    """Of each layer qkv, out, gate above up, down, and attention_norm, ffn_norm, out_bias, qkv_bias, scale, shift,
+    attention_out_norm, ffn_out_norm, each of which may be None."""
     if len(matrices) > 1:
         for i in range(len(matrices) // 4):
-            yield [*matrices[4 * i:4 * i + 4], *(v if len(v) else None for v in vectors[6 * i:6 * i + 6])]
+            yield [*matrices[4 * i:4 * i + 4], *(v if len(v) else None for v in vectors[8 * i:8 * i + 8])]
         return
     ends, Q, padded_F = matrix_sizes(E, H, Hkv, D, ffn_dim), (H + 2 * Hkv) * D, padded(ffn_dim)
     for matrix, vector in zip(matrices[0], vectors[0]):
@@ -305,7 +313,7 @@ def plain_layers(matrices: list[Tensor], vectors: list[Tensor], E: int, H: int, 
         scale, shift = (norm.view(-1, D) if has_head_norms else None for norm in norms)
         yield [unpacked(qkv, Q, E), unpacked(out, E, H * D), torch.cat([gate, up]),
                unpacked(down, E, padded_F)[:, :ffn_dim], first_norm if has_first_norm else None, ffn_norm, out_bias,
-               qkv_bias, scale, shift]
+               qkv_bias, scale, shift, None, None]
 
 
 def _oracle(x: Tensor, matrices: list[Tensor], vectors: list[Tensor], last_norm: Tensor | None, kv_cache: Tensor,
@@ -327,7 +335,8 @@ def _oracle(x: Tensor, matrices: list[Tensor], vectors: list[Tensor], last_norm:
 
     dtype, stream = x.dtype, x.float()
     plain = plain_layers(matrices, vectors, E, H, G, D, ffn_dim, has_first_norm, has_head_norms)
-    for layer, (qkv, out, gate_up, down, first_norm, ffn_norm, out_bias, qkv_bias, scale, shift) in enumerate(plain):
+    for layer, (qkv, out, gate_up, down, first_norm, ffn_norm, out_bias, qkv_bias, *norms) in enumerate(plain):
+        scale, shift, *out_norms = norms
         y = times(normed(stream, first_norm).to(dtype), qkv, qkv_bias).view(R, N, H + 2 * G, D)
         qk, v = y[:, :, :H + G], y[:, :, H + G:]
         if scale is not None:
@@ -339,9 +348,9 @@ def _oracle(x: Tensor, matrices: list[Tensor], vectors: list[Tensor], last_norm:
         kv_cache[layer].copy_(longer[:, :T])
         k_cache, v_cache = kv_cache[layer].unbind(2)
         attended = attend(qk[:, :, :H].to(dtype), k_cache, v_cache, lengths, ancestors, key_mask, D ** -0.5)
-        stream = stream + times(attended.flatten(2), out, out_bias)
+        stream = stream + normed(times(attended.flatten(2), out, out_bias), out_norms[0])
         gate, up = times(normed(stream, ffn_norm).to(dtype), gate_up).chunk(2, -1)
-        stream = stream + times((F.silu(gate) * up).to(dtype), down)
+        stream = stream + normed(times((F.silu(gate) * up).to(dtype), down), out_norms[1])
     return normed(stream, last_norm).to(dtype)
 
 

@@ -26,9 +26,10 @@ def rotate_into_cache(qkv: Tensor, kv_cache: Tensor, lengths: Tensor, positions:
         lengths:        (B,) int32 or int64        the column of node 0; R is a multiple of B
         positions:      (Y, N) int32 or int64      the row of `rotations` of each node; R is a multiple of Y. A position
                                                    outside the table takes its first or last row
-        rotations:      (P, D / 2, 2) float32      cosine and sine by which pairs of entries are turned
+        rotations:      (P, d / 2, 2) float32      cosine and sine by which pairs of a head's first d entries are
+                                                   turned, d <= D; the others stay
         first_node:     how many nodes of the tree are in the cache
-        rotates_halves: a pair is entries i and i + D / 2, as in transformers; else 2 i and 2 i + 1, as in LlamaGen
+        rotates_halves: a pair is entries i and i + d / 2, as in transformers; else 2 i and 2 i + 1, as in LlamaGen
         head_norms:     (H + Hkv, D) each, as qkv    scale and shift of LayerNorms of each head of queries and keys,
                                                    before it is turned; None: there are none
         head_eps:       of the LayerNorms, a number >= 0, rounded to float32
@@ -63,8 +64,7 @@ def rotate_into_cache(qkv: Tensor, kv_cache: Tensor, lengths: Tensor, positions:
     if D % 2 or Q % D or Q <= 2 * Hkv * D:
         raise ValueError(f"qkv must have Q = (H + 2 Hkv) D with H >= 1, and kv_cache an even D, "
                          f"got Q={Q}, Hkv={Hkv} and D={D}")
-    P = check_dims("rotations", rotations, "Pd2", not_empty="P")[0]
-    check("rotations", rotations, torch.float32, like=qkv, P=P, pairs=D // 2, two=2)
+    check_rotations(rotations, qkv, D)
     first_node = check_count("first_node", first_node, 0)
     if not isinstance(rotates_halves, bool):
         raise ValueError(f"rotates_halves must be a bool, got {rotates_halves!r}")
@@ -76,6 +76,12 @@ def rotate_into_cache(qkv: Tensor, kv_cache: Tensor, lengths: Tensor, positions:
     check_eps("head_eps", head_eps)
     return _call(backend, qkv, kv_cache, lengths, positions, rotations, scale, shift, first_node, rotates_halves,
                  float(head_eps))
+
+
+def check_rotations(rotations: Tensor, like: Tensor, D: int) -> None:
+    """Raise ValueError unless these turn pairs of entries of heads of D."""
+    P, pairs = check_dims("rotations", rotations, "Pd2", not_empty="Pd")[:2]
+    check("rotations", rotations, torch.float32, like=like, P=P, pairs=min(pairs, D // 2), two=2)
 
 
 def check_head_norms(name: str, norms: tuple[Tensor, Tensor] | None, like: Tensor, **sizes: int) -> tuple:
@@ -118,9 +124,10 @@ def rotated(x: Tensor, positions: Tensor, rotations: Tensor, rotates_halves: boo
     """Heads (R, N, heads, D) of float32, turned by their positions (Y, N)."""
     turns = rotations[positions.clamp(0, len(rotations) - 1)].repeat(len(x) // len(positions), 1, 1, 1)
     c, s = turns[:, :, None].unbind(-1)
+    x, rest = x.tensor_split([2 * c.shape[-1]], -1)
     a, b = x.chunk(2, -1) if rotates_halves else (x[..., 0::2], x[..., 1::2])
     turned = a * c - b * s, a * s + b * c
-    return torch.cat(turned, -1) if rotates_halves else torch.stack(turned, -1).flatten(-2)
+    return torch.cat([*turned, rest] if rotates_halves else [torch.stack(turned, -1).flatten(-2), rest], -1)
 
 
 def _meta(qkv, kv_cache):

@@ -33,17 +33,19 @@ void run(const RotateIntoCache& batch) {
       const int64_t r = i / N, n = i % N, length = batch.lengths[r % batch.B];
       const T* const from = static_cast<const T*>(batch.qkv) + i * Q;
       const int64_t position = std::clamp<int64_t>(batch.positions[r % batch.Y * N + n], 0, batch.P - 1);
-      const float* const rotation = batch.rotations + position * D;
+      const float* const rotation = batch.rotations + position * 2 * batch.pairs;
       // Head h of queries and keys, normalized and turned.
       const auto turn = [&](int64_t h, T* to) {
         std::copy_n(from + h * D, D, head.begin());
         if (scale) normalize(head, scale + h * D, shift + h * D, batch.eps);
-        for (int64_t d = 0; d < D / 2; ++d) {
-          const int64_t first = batch.has_halves ? d : 2 * d, second = batch.has_halves ? d + D / 2 : 2 * d + 1;
+        for (int64_t d = 0; d < batch.pairs; ++d) {
+          const int64_t first = batch.has_halves ? d : 2 * d;
+          const int64_t second = batch.has_halves ? d + batch.pairs : 2 * d + 1;
           const float a = head[first], b = head[second], c = rotation[2 * d], s = rotation[2 * d + 1];
           to[first] = a * c - b * s;
           to[second] = a * s + b * c;
         }
+        for (int64_t d = 2 * batch.pairs; d < D; ++d) to[d] = head[d];
       };
       for (int64_t h = 0; h < H; ++h) turn(h, static_cast<T*>(batch.q) + (i * H + h) * D);
       if (length < 0 || length >= T_ - batch.first_node - n) continue;

@@ -374,14 +374,14 @@ struct Swiglu {
 KERNEL(swiglu, Swiglu);
 
 struct RotateIntoCache {
-  int64_t R, N, B, T, H, G, D, P, Y, first_node;  // G heads of keys and values
+  int64_t R, N, B, T, H, G, D, P, Y, pairs, first_node;  // G heads of keys and values
   bool has_halves;
   float eps;
   FloatType type;
   const void* qkv;                     // (R, N, (H + 2 G) D)
   const void *scale, *shift;           // (H + G, D) or null: of the LayerNorms of queries and keys
   const int64_t *lengths, *positions;  // (B), (Y, N)
-  const float* rotations;              // (P, D / 2, 2)
+  const float* rotations;              // (P, pairs, 2)
   void *kv_cache, *q;                  // (R, T, 2, G, D), (R, N, H, D)
 };
 KERNEL(rotate_into_cache, RotateIntoCache);

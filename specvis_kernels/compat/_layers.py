@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from .. import DecoderLayer, PackedLayers, backends, join_weights, pack_layers
 
 IN_PANELS = {"cpu"}  # where the kernel has a copy of the weights; elsewhere it reads the model's own
-FAMILIES = "Llama", "Emu3", "Chameleon"
-KNOWN = {"ModuleList", "Identity", "Linear", "Dropout", "SiLU", "SiLUActivation", "ChameleonLayerNorm"} | {
+FAMILIES = "Llama", "Emu3", "Chameleon", "GlmImageText"
+KNOWN = {"ModuleList", "Identity", "Linear", "Dropout", "SiLU", "SiLUActivation", "ChameleonLayerNorm",
+         "GlmImageRMSNorm"} | {
     family + part for part in ("DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding") for family in FAMILIES}
 
 
@@ -66,7 +67,10 @@ def why_not(decoder: nn.Module, num_layers: int) -> str | None:
     eps = getattr(parts[1], "variance_epsilon", parts[0][0].input_layernorm.variance_epsilon)
     if not all(is_like_llama(layer, i, eps) for i, layer in enumerate(parts[0])):
         return "layers that are not alike, scale their scores, or have a bias in the MLP or heads of no multiple of 16"
-    return why_not_weights([*parts[0].parameters(), *parts[1].parameters()], 16)
+    weights = [*parts[0].parameters(), *parts[1].parameters()]
+    if hasattr(parts[0][0], "post_mlp_layernorm") and weights[0].device.type in IN_PANELS:
+        return "norms after attention and the MLP on a CPU"
+    return why_not_weights(weights, 16)
 
 
 def is_like_llama(layer: nn.Module, index: int, eps: float) -> bool:
@@ -88,13 +92,17 @@ def together(weights: Iterable[Tensor]) -> Tensor:
 
 def weights_of(layer: nn.Module) -> DecoderLayer:
     a, mlp = layer.self_attn, layer.mlp
+    gate, up = mlp.gate_up_proj.weight.chunk(2) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj.weight,
+                                                                                      mlp.up_proj.weight)
+    out_norms = (getattr(getattr(layer, name, None), "weight", None)
+                 for name in ("post_self_attn_layernorm", "post_mlp_layernorm"))
     qkv, norms = (a.q_proj, a.k_proj, a.v_proj), None
     if hasattr(a, "q_norm"):
         norms = tuple(together([getattr(a.q_norm, name), getattr(a.k_norm, name)]) for name in ("weight", "bias"))
     bias = None if a.q_proj.bias is None else together(linear.bias for linear in qkv)
-    return DecoderLayer(together(linear.weight for linear in qkv), a.o_proj.weight, mlp.gate_proj.weight,
-                        mlp.up_proj.weight, mlp.down_proj.weight, layer.post_attention_layernorm.weight,
-                        layer.input_layernorm.weight, bias, a.o_proj.bias, norms)
+    return DecoderLayer(together(linear.weight for linear in qkv), a.o_proj.weight, gate, up,
+                        mlp.down_proj.weight, layer.post_attention_layernorm.weight, layer.input_layernorm.weight, bias,
+                        a.o_proj.bias, norms, *out_norms)
 
 
 def packed(layers: Iterable[DecoderLayer], last_norm: Tensor | None, **options) -> PackedLayers:
@@ -106,13 +114,17 @@ def packed(layers: Iterable[DecoderLayer], last_norm: Tensor | None, **options) 
     return pack_layers(layers, last_norm, in_panels=in_panels, **options)
 
 
+def rotations_of(decoder: nn.Module, positions: Tensor, like: Tensor) -> Tensor:
+    """Rotations (R * N, d / 2, 2) float32 of positions (R, N), or (3, R, N) on three axes, as for x of like's dtype."""
+    turns = torch.stack(parts_of(decoder)[2](like, positions), -1)
+    return turns[..., :turns.shape[-2] // 2, :].flatten(0, 1).float()
+
+
 @torch.no_grad()
 def pack_decoder(decoder: nn.Module, num_positions: int) -> tuple[PackedLayers, Tensor]:
-    """The layers of a decoder for `decoder_layers`, and rotations (P, D / 2, 2). `why_not` says whether it has such."""
-    layers, norm, rotary = parts_of(decoder)
+    """The layers of a decoder for `decoder_layers`, and rotations (P, d / 2, 2). `why_not` says whether it has such."""
+    layers, norm, _ = parts_of(decoder)
     first = layers[0].input_layernorm
-    cosine, sine = rotary(first.weight, torch.arange(num_positions, device=first.weight.device)[None])
-    half = layers[0].self_attn.head_dim // 2
-    rotations = torch.stack([cosine[0, :, :half], sine[0, :, :half]], -1).float()
+    rotations = rotations_of(decoder, torch.arange(num_positions, device=first.weight.device)[None], first.weight)
     return packed(map(weights_of, layers), getattr(norm, "weight", None), heads=decoder.config.num_attention_heads,
                   eps=first.variance_epsilon, rotates_halves=True), rotations

@@ -13,10 +13,10 @@ ENTRIES = 512  # of a program, about: one warp has 16 bytes of each load for a t
 def rotate_into_cache_kernel(
         qkv,                             # (R, N, H + 2 G, D)
         kv_cache,                        # (R, T, 2 G, D)
-        lengths, positions, rotations,   # (B), (Y, N), (P, D / 2, 2)
+        lengths, positions, rotations,   # (B), (Y, N), (P, C, 2)
         scale, shift,                    # (H + G, D) or None
         q,                               # (R, N, H, D)
-        B, N, T, H, G, D, Y, P, first_node, eps, HALVES: tl.constexpr,
+        B, N, T, H, G, D, C, Y, P, first_node, eps, HALVES: tl.constexpr,
         HEADS: tl.constexpr, PAIRS: tl.constexpr):
     node = tl.program_id(0).to(tl.int64)
     r = node // N
@@ -25,13 +25,13 @@ def rotate_into_cache_kernel(
     column = length + first_node + n
     position = tl.load(positions + r % Y * N + n)
     position = tl.minimum(tl.maximum(position, 0), P - 1)
-    # A pair's entries are neighbors in memory, or D / 2 apart: one tile of all keeps loads and stores wide.
+    # A pair's entries are neighbors in memory, or C apart: one tile of all keeps loads and stores wide.
     h = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None, None]
     i = tl.arange(0, PAIRS)[None, :, None]
     j = tl.arange(0, 2)[None, None, :]
     inside = (h < H + 2 * G) & (i < D // 2)
     if HALVES:
-        d = i + j * (D // 2)
+        d = tl.where(i < C, i + j * C, 2 * i + j)
     else:
         d = 2 * i + j
     x = tl.load(qkv + node * (H + 2 * G) * D + h * D + d, mask=inside, other=0.0)
@@ -47,9 +47,9 @@ def rotate_into_cache_kernel(
         bias = tl.load(shift + h * D + d, mask=is_normed, other=0.0).to(tl.float32)
         row = tl.where(is_normed, (row - mean.to(tl.float32)) * factor * weight + bias, row)
     a, b = tl.split(row)
-    c, s = tl.split(tl.load(rotations + position * D + 2 * i + j, mask=i < D // 2, other=0.0))
+    c, s = tl.split(tl.load(rotations + position * 2 * C + 2 * i + j, mask=i < C, other=0.0))
     turned = tl.join(a * c - b * s, a * s + b * c)
-    turned = rounded(tl.where(h < H + G, turned, x.to(tl.float32)), q.dtype.element_ty)
+    turned = rounded(tl.where((h < H + G) & (i < C), turned, row), q.dtype.element_ty)
     tl.store(q + node * H * D + h * D + d, turned, mask=inside & (h < H))
     has_column = (length >= 0) & (length < T - first_node - n)
     is_entry = inside & (h >= tl.where(has_column, H, H + 2 * G))
@@ -65,7 +65,7 @@ def rotate_into_cache(qkv, kv_cache, lengths, positions, rotations, scale, shift
         pairs = triton.next_power_of_2(D // 2)
         heads = min(max(ENTRIES // (2 * pairs), 1), triton.next_power_of_2(H + 2 * G))
         rotate_into_cache_kernel[(R * N, triton.cdiv(H + 2 * G, heads))](
-            qkv, kv_cache, lengths, positions, rotations, scale, shift, q, len(lengths), N, T, H, G, D, len(positions),
-            len(rotations), first_node, eps, HALVES=rotates_halves, HEADS=heads, PAIRS=pairs, num_warps=1,
-            enable_fp_fusion=False)
+            qkv, kv_cache, lengths, positions, rotations, scale, shift, q, len(lengths), N, T, H, G, D,
+            rotations.shape[1], len(positions), len(rotations), first_node, eps, HALVES=rotates_halves, HEADS=heads,
+            PAIRS=pairs, num_warps=1, enable_fp_fusion=False)
     return q

@@ -54,7 +54,7 @@ TOLERANCES["decoder_layers"] = dict.fromkeys((0, 1, 4, 5), (1e-2, 2e-2))
 def decoder_layers(B, N, E, H, Hkv, D, ffn_dim, options=None):
     """Rows with and without the condition. extra: biases, and LayerNorms of q and k."""
     options = {"dtype": torch.float32, "first": 0, "mask": False, "halves": False, "extra": False, "norm": True,
-               "layers": 2, "in_panels": None} | (options or {})
+               "layers": 2, "in_panels": None, "out_norms": False} | (options or {})
     dtype, first, L = options["dtype"], options["first"], options["layers"]
     g = torch.Generator().manual_seed(B + N + E + D)
 
@@ -67,7 +67,8 @@ def decoder_layers(B, N, E, H, Hkv, D, ffn_dim, options=None):
         extra = normal((H + 2 * Hkv) * D), normal(E), (1 + normal(H + Hkv, D, scale=0.1), normal(H + Hkv, D))
         scales = 1, branch_scale(L), 1, 1, branch_scale(L)
         return DecoderLayer(*(normal(*size, scale=scale * size[1] ** -0.5) for size, scale in zip(sizes, scales)),
-                            *norms, *(extra if options["extra"] else ()))
+                            *norms, *(extra if options["extra"] else (None,) * 3),
+                            *((1 + normal(E, scale=0.1), normal(E)) if options["out_norms"] else ()))
 
     layers = pack_layers([layer() for _ in range(L)], 1 + normal(E, scale=0.1) if options["norm"] else None, heads=H,
                          rotates_halves=options["halves"], in_panels=options["in_panels"])
@@ -102,19 +103,20 @@ CASES["rotate_into_cache"] = [
     (3, 20, 3, 3, 64, {"dtype": torch.bfloat16}),
     (1, 33, 2, 1, 96, {"dtype": torch.float16, "halves": True}),
     (2, 5, 4, 2, 24, {"norms": True, "dtype": torch.bfloat16}),
+    (1, 3, 2, 1, 20, {"halves": True, "pairs": 6}),
 ]
 
 
 def rotate_into_cache(B, N, H, Hkv, D, options=None):
     """Rows with and without the condition, and columns and positions that do not exist."""
     options = {"dtype": torch.float32, "first": 0, "halves": False, "columns": N + 20,
-               "lengths": None, "norms": False} | (options or {})
+               "lengths": None, "norms": False, "pairs": D // 2} | (options or {})
     dtype, first, T = options["dtype"], options["first"], options["columns"]
     g = torch.Generator().manual_seed(B + N + D)
     qkv, cache = (torch.randn(*size, generator=g).to(DEVICE, dtype)
                   for size in ((2 * B, N, (H + 2 * Hkv) * D), (2 * B, T, 2, Hkv, D)))
     lengths = torch.tensor(options["lengths"] or [T - N + 1, 0, -1]).repeat(B)[:B].to(DEVICE)
-    angles = torch.rand(T, D // 2, generator=g) * 6
+    angles = torch.rand(T, options["pairs"], generator=g) * 6
     positions = torch.randint(-2, T + 3, (B, N), generator=g).to(DEVICE)
     norms = tuple(torch.randn(2, H + Hkv, D, generator=g).to(DEVICE, dtype)) if options["norms"] else None
     return (qkv, cache, lengths, positions, torch.stack([angles.cos(), angles.sin()], -1).to(DEVICE)), \

@@ -105,22 +105,24 @@ def test_a_nan_stays_in_its_row_and_nothing_is_written_outside(length, backend):
     assert not torch.equal(cache[:, 0, T - 2:], before[:, 0, T - 2:])
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float16])
+@pytest.mark.parametrize("more", [{}, {"dtype": torch.float16},
+                                  {"out_norms": True, "extra": True, "dtype": torch.float32}])
 @pytest.mark.parametrize("case", cases.CASES["decoder_layers"])
-def test_weights_are_read_where_they_are(case, dtype, monkeypatch):
+def test_weights_are_read_where_they_are(case, more, monkeypatch):
     """Products of PyTorch's, and between them the other ops by this device's kernels: what a GPU runs."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # else a CPU has no such backend
     *sizes, options = case if isinstance(case[-1], dict) else (*case, {})
-    args, kwargs = make("decoder_layers", *sizes, options)
-    plain, _ = make("decoder_layers", *sizes, options | {"in_panels": False} | ({"dtype": dtype} if dtype else {}))
+    args, kwargs = make("decoder_layers", *sizes, options | more | {"in_panels": False})
     expected = run("decoder_layers", args, kwargs, "oracle")
-    for backend in ("oracle", "triton"):
-        got = run("decoder_layers", plain, kwargs, backend)
-        assert_agree("decoder_layers", [a.to(b.dtype) for a, b in zip(got, expected)], expected, backend)
-    if not dtype:
-        assert_agree("decoder_layers", run("decoder_layers", args, kwargs, "triton"), expected, "triton")
+    assert_agree("decoder_layers", run("decoder_layers", args, kwargs, "triton"), expected, "triton")
+    if not more:  # in panels, too
+        in_panels, _ = make("decoder_layers", *sizes, options | {"in_panels": True})
+        for backend in ("oracle", "triton"):
+            assert_agree("decoder_layers", run("decoder_layers", in_panels, kwargs, backend), expected, backend)
     with pytest.raises(RuntimeError, match="must be packed in_panels|must be float32 or bfloat16"):
-        run("decoder_layers", plain, kwargs, "cpu")
+        run("decoder_layers", args, kwargs, "cpu")
+    with pytest.raises(ValueError, match="must be None for a CPU's kernel" if "out_norms" in more else "got float16"):
+        make("decoder_layers", *sizes, options | (more or {"dtype": torch.float16}) | {"in_panels": True})
 
 
 SETS = ["DEFAULT", "AVX2", "AVX512"]

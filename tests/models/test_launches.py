@@ -25,9 +25,10 @@ class Launches(TorchDispatchMode):
         return out
 
 
-# heads of queries and of keys, D, hidden and intermediate size; biases and norms of heads
-SHAPES = {"XL": (20, 20, 64, 1280, 3584, False), "Emu3": (32, 8, 128, 4096, 14336, False),
-          "Chameleon": (32, 32, 128, 4096, 11008, True), "Janus": (16, 16, 128, 2048, 5632, False)}
+# heads of queries and of keys, D, hidden and intermediate size; biases and norms of heads; norms of what is added
+SHAPES = {"XL": (20, 20, 64, 1280, 3584, False, False), "Emu3": (32, 8, 128, 4096, 14336, False, False),
+          "Chameleon": (32, 32, 128, 4096, 11008, True, False), "Janus": (16, 16, 128, 2048, 5632, False, False),
+          "GLM-Image": (32, 2, 128, 4096, 13696, True, True)}
 
 
 @pytest.mark.parametrize("model", SHAPES)
@@ -35,11 +36,13 @@ SHAPES = {"XL": (20, 20, 64, 1280, 3584, False), "Emu3": (32, 8, 128, 4096, 1433
 def test_launches_of_a_layer(model):
     """Five products, two norms, a rotation, the gate, and attention, whose parts a second kernel merges for few rows.
     What two layers launch and one does not is a layer's."""
-    H, G, D, E, F, has_more = SHAPES[model]
+    H, G, D, E, F, has_more, has_out_norms = SHAPES[model]
 
     def launches(number):
         q, (qkv, kv) = torch.empty(2, 17, E), ((H + 2 * G) * D, 700)
-        more = (torch.empty(qkv), torch.empty(E), (torch.empty(H + G, D), torch.empty(H + G, D))) if has_more else ()
+        norms = torch.empty(H + G, D), torch.empty(H + G, D)
+        more = (torch.empty(qkv), torch.empty(E), norms) if has_more else (None, None, None)
+        more = *more, *[torch.empty(E)] * (2 * has_out_norms)
         layers = pack_layers([DecoderLayer(*(torch.empty(*size) for size in (
             (qkv, E), (E, H * D), (F, E), (F, E), (E, F), (E,), (E,))), *more)] * number, torch.empty(E), heads=H)
         cache, integers = torch.empty(number, 2, kv, 2, G, D), torch.empty(1, 17, dtype=torch.int64)
@@ -51,5 +54,5 @@ def test_launches_of_a_layer(model):
 
     with torch.device("meta"):
         one, two = launches(1), launches(2)
-    assert len(two) - len(one) == 10, two
-    assert len(one) == 11 and one[-1] == "specvis_kernels::rms_norm", one  # the last norm
+    assert len(two) - len(one) == (12 if has_out_norms else 10), two
+    assert len(one) == len(two) // 2 + 1 and one[-1] == "specvis_kernels::rms_norm", one  # the last norm

@@ -98,7 +98,7 @@ def test_every_method_decodes_and_greedy_lossless_ones_as_plain_decoding(target)
 
 
 @pytest.mark.parametrize("name", ["vanilla", "jacobi:window=5", "eagle1", "lantern:k=5"])
-@pytest.mark.parametrize("family", ["lumina", "janus", "emu3"])
+@pytest.mark.parametrize("family", FAMILIES[1:])
 def test_steps_are_run_again(family, name, request, as_on_a_gpu):
     """As CUDA graphs on a GPU: nothing that a step needs is in Python but its shapes."""
     target, m = target_of(family), parse_method(name)

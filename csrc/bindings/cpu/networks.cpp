@@ -135,8 +135,9 @@ Tensor rotate_into_cache(const Tensor& qkv, const Tensor& kv_cache, const Tensor
   batch.H = Q / batch.D - 2 * batch.G;
   a.require_rows_of_requests(R);
   a.require(Q % batch.D == 0 && batch.H > 0, "qkv must be of H + 2 G heads of kv_cache's size");
+  batch.pairs = a.size('d');
   a.require(!scale == !shift && (!scale || a.size('n') == batch.H + batch.G), "scale and shift must be of H + G heads");
-  a.require(a.size('d') * 2 == batch.D, "rotations must be of D / 2 pairs");
+  a.require(batch.pairs * 2 <= batch.D, "rotations must be of at most D / 2 pairs");
   a.require(R % batch.Y == 0, "the rows must be a multiple of the rows of positions");
   Tensor q = a.make({R, batch.N, batch.H, batch.D}, qkv.scalar_type());
   batch.q = q.mutable_data_ptr();

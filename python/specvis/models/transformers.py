@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from specvis_kernels import decoder_layers
 from specvis_kernels.compat._hosts import MASKED, check_model, unwrapped
-from specvis_kernels.compat._layers import IN_PANELS, is_unchanged, pack_decoder, parts_of, why_not
+from specvis_kernels.compat._layers import IN_PANELS, is_unchanged, pack_decoder, parts_of, rotations_of, why_not
 
 from .interface import Nodes, inference, num_tokens
 from .layers import Packing
@@ -271,6 +271,9 @@ class ImageModel:
         if packed:
             layers, rotations = packed
             positions = self.positions(nodes.position_ids, nodes.padding_mask)
+            if positions.ndim == 3:  # on three axes: each node has a rotation of its own
+                rotations = rotations_of(self.decoder, positions, x)
+                positions = torch.arange(len(rotations), device=x.device).view(positions.shape[1:])
             return decoder_layers(x, layers, cache.data, nodes.lengths, nodes.ancestors, positions, rotations,
                                   first_node=nodes.first, key_mask=nodes.padding_mask)
         if self.config._attn_implementation == TREE_ATTENTION:
