@@ -3,6 +3,9 @@
 It takes CHUNK columns at a time: first the cached columns, whose loads overlap with the tile before, then the nodes'
 columns, which the ancestors' bits make visible. The chunks' results are merged in order. If there are fewer rows and
 heads than multiprocessors, each chunk has a program of its own and a second kernel merges, with equal bits.
+
+With `is_batch_invariant` queries have one tile for any number of nodes, and tiles of columns begin at multiples of
+their size, also amid the cached ones: a node after its parent has the bits that it has when its parent is cached.
 """
 import os
 
@@ -14,6 +17,7 @@ from ._kernel import kernel
 
 CHUNK = 128
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+is_batch_invariant = False  # read at each launch; `specvis.batch_invariant` sets it
 
 
 @triton.jit
@@ -59,6 +63,15 @@ def load_columns(lengths, b, T, W):
     return tl.where(length < 0, 0, first_node), first_node, first_node + tl.minimum(T - first_node, 64 * W)
 
 
+@triton.jit
+def cached_of(t, num_columns, key_mask, mask_row, S):
+    """Which of the columns t are cached ones that all nodes see."""
+    is_cached = t < num_columns
+    if key_mask is not None:
+        is_cached = is_cached & (tl.load(key_mask + mask_row + t, mask=t < S, other=1) != 0)
+    return is_cached
+
+
 @kernel("q", "k_cache", "v_cache", "out", "parts", "q_node", "q_head", "k_row", "k_column", "k_head", "v_row",
         "v_column", "v_head", "D")
 def tree_attention_kernel(
@@ -71,7 +84,8 @@ def tree_attention_kernel(
         parts, bests, totals,                # (chunks, R, N, H, D) and twice (chunks, R, N, H), to be merged
         q_row, q_node, q_head, k_row, k_column, k_head, v_row, v_column, v_head,  # strides
         R, B, N, T, S, W, D, scale, H: tl.constexpr, G: tl.constexpr, CHUNK: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
+        BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr,
+        ALIGNED: tl.constexpr):
     r = (tl.program_id(0) // (H // G)).to(tl.int64)
     h = tl.program_id(0) % (H // G)
     b = r % B
@@ -89,6 +103,7 @@ def tree_attention_kernel(
     v_cache += r * v_row + h * v_head
     num_columns, first_node, end = load_columns(lengths, b, T, W)
     end = tl.maximum(end, num_columns)
+    first_tile = first_node // BLOCK_T * BLOCK_T if ALIGNED else first_node  # the first tile with nodes' columns
     chunk = tl.program_id(2) * CHUNK
     is_whole = tl.num_programs(2) == 1
     if not is_whole:
@@ -101,21 +116,21 @@ def tree_attention_kernel(
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         attended = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for start in tl.range(chunk, tl.minimum(chunk + CHUNK, num_columns), BLOCK_T, num_stages=3):
-            t = start + tl.arange(0, BLOCK_T)
-            is_cached = t < num_columns
-            if key_mask is not None:
-                is_cached = is_cached & (tl.load(key_mask + r * S + t, mask=t < S, other=1) != 0)
+        for start in tl.range(chunk, tl.minimum(chunk + CHUNK, tl.minimum(num_columns, first_tile)), BLOCK_T,
+                              num_stages=3):
+            is_cached = cached_of(start + tl.arange(0, BLOCK_T), num_columns, key_mask, r * S, S)
             best, total, attended = attend_tile(
                 x, best, total, attended, k_cache, v_cache, r * 0 + start, is_cached, is_cached[None, :], k_column,
                 v_column, D, scale, BLOCK_T, BLOCK_D, WIDE)
-        start = tl.maximum(chunk, first_node)
+        start = tl.maximum(chunk, first_tile)
         while start < tl.minimum(chunk + CHUNK, end):
             column = start + tl.arange(0, BLOCK_T)
             j = column - first_node
-            is_node = is_query[:, None] & ((column < end) & (column < chunk + CHUNK))[None, :]
+            is_node = is_query[:, None] & ((j >= 0) & (column < end) & (column < chunk + CHUNK))[None, :]
             words = tl.load(ancestors + (b * N + n[:, None]) * W + j[None, :] // 64, mask=is_node, other=0)
             is_seen = is_node & (((words >> (j & 63)[None, :]) & 1) != 0)
+            if ALIGNED:
+                is_seen = is_seen | cached_of(column, num_columns, key_mask, r * S, S)[None, :]
             best, total, attended = attend_tile(
                 x, best, total, attended, k_cache, v_cache, r * 0 + start,
                 tl.max(is_seen.to(tl.int32), axis=0) > 0, is_seen, k_column, v_column, D, scale, BLOCK_T, BLOCK_D,
@@ -174,8 +189,8 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, key_mask, scale):
         G = H // Hkv
         block_d = max(triton.next_power_of_2(D), 16)
         # Only three block sizes, since the number of queries changes from step to step.
-        most = 128 // q.element_size()
-        block_m = 16 if N * G <= 16 else max(16, min(most, 2 * most * 32 // block_d, 32 if N * G <= 32 else most))
+        most, queries = 128 // q.element_size(), 32 if is_batch_invariant else N * G
+        block_m = 16 if queries <= 16 else max(16, min(most, 2 * most * 32 // block_d, 32 if queries <= 32 else most))
         block_t = 16 if D % 16 != 0 else max(16, min(most, most * most // block_d))
         grid = R * Hkv, triton.cdiv(N * G, block_m)
         num_chunks = triton.cdiv(T, CHUNK) if grid[0] < num_multiprocessors(q.device) else 1
@@ -189,7 +204,8 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, key_mask, scale):
             q, k_cache, v_cache, lengths, ancestors, None if key_mask is None else key_mask.view(torch.uint8), out,
             parts, bests, totals, *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], R, B, N, T,
             0 if key_mask is None else key_mask.shape[1], W, D, scale, H=H, G=G, CHUNK=CHUNK, BLOCK_M=block_m,
-            BLOCK_T=block_t, BLOCK_D=block_d, WIDE=wide, num_warps=num_warps, enable_fp_fusion=False)
+            BLOCK_T=block_t, BLOCK_D=block_d, WIDE=wide, ALIGNED=is_batch_invariant, num_warps=num_warps,
+            enable_fp_fusion=False)
         if num_chunks > 1:
             merge_kernel[(R, triton.cdiv(N * H, 16))](
                 parts, bests, totals, lengths, out, R, B, N, T, W, D, H=H, CHUNK=CHUNK, BLOCK_M=16, BLOCK_D=block_d,
