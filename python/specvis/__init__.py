@@ -26,6 +26,7 @@ _HOMES = {
     "decoding.trees": ("Adaptation",),
     "pipelines.discrete": ("Pipeline",),
     "pipelines.families": ("FamilyPipeline",),
+    "pipelines.invariant": ("batch_invariant",),
     "pipelines.mar": ("MARPair",),
 }
 __all__ = sorted(name for names in _HOMES.values() for name in names)

@@ -42,13 +42,15 @@ def manifest(folder):
 
 
 def test_the_manifest_says_by_which_settings_each_picture_was_drawn(weights, lines, tmp_path):
-    result = generate(lines, tmp_path / "out", weights, "--method", "lantern:k=8", "--seed", 5, "--guidance", 1.5)
+    result = generate(lines, tmp_path / "out", weights, "--method", "lantern:k=8", "--seed", 5, "--guidance", 1.5,
+                      "--batch-invariant")
     assert result.exit_code == 0 and "4 of 4 pictures, " in result.output, result.output
     settings, drawn = manifest(tmp_path / "out")
     assert len(settings.pop("model")) == 16
     assert settings == {"specvis": version("specvis"), "folder": str(weights), "text_encoder": None, "dtype": "float32",
                         "style": None, "method": "lantern:k=8", "drawn_by": "lantern:k=8", "guidance": 1.5,
-                        "temperature": 1.0, "top_k": 100, "top_p": 0.8, "scale": 1, "seed": 5, "n": 1}
+                        "temperature": 1.0, "top_k": 100, "top_p": 0.8, "scale": 1, "seed": 5, "n": 1,
+                        "batch_invariant": True}
     files = pictures(tmp_path / "out")
     for i, (line, number) in enumerate(zip(drawn, (1, 4, 5, 6))):
         assert line.pop("target_forwards") == round(16 / line.pop("tau"))

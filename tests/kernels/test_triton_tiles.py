@@ -4,6 +4,7 @@ Rows of logits are several tiles there, thresholds are found two bits at a time,
 """
 import importlib
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,3 +46,26 @@ def test_chunks_that_have_programs_of_their_own_give_the_same_bits(monkeypatch):
         monkeypatch.setattr(kernels, "num_multiprocessors", lambda device, count=multiprocessors: count)
         results.append(specvis_kernels.tree_attention(*args, **kwargs, backend="triton"))
     assert results[0].equal(results[1]) and results[0].any()
+
+
+def test_batch_invariant_a_chain_has_the_bits_of_its_nodes_one_by_one(monkeypatch):
+    """Each node alone, after its ancestors are cached, as plain decoding does. Otherwise tiles and bits differ."""
+    kernels, tiles = importlib.import_module("specvis_kernels.triton.tree_attention"), set()
+    (q, *cache, lengths, _), kwargs = cases.tree_attention(1, 20, 2, 1, 32, {"columns": 160, "lengths": [115],
+                                                                           "mask": True})
+
+    def product(a, b, dtype):  # NumPy's own adds in another order in another row of a matrix; a GPU's does not
+        tiles.add(len(a))
+        return (a[:, :, None] * b[None]).sum(1, dtype=dtype)
+
+    def read(first, end):
+        links = specvis_kernels.tree_links(torch.arange(-1, end - first - 1, dtype=torch.int32, device=q.device)[None])
+        return specvis_kernels.tree_attention(q[:, first:end], *cache, lengths + first, links.ancestors, **kwargs,
+                                              backend="triton")
+
+    monkeypatch.setattr(np, "matmul", product)
+    for is_invariant, expected in ((True, {32}), (False, {16, 32})):
+        monkeypatch.setattr(kernels, "is_batch_invariant", is_invariant)
+        tiles.clear()
+        assert read(0, 20).equal(torch.cat([read(n, n + 1) for n in range(20)], 1)) == is_invariant
+        assert tiles == (expected if kernels.IS_INTERPRETED else set())

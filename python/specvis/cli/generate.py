@@ -111,7 +111,8 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
     else:
         filters = model.filters(guidance, top_k, top_p, temperature)
     drawing = Drawing(file, model.absolute(), text_encoder and text_encoder.absolute(), dtype, device,
-                      style, method, scale=scale, batch=batch, **filters)
+                      style, method, scale=scale, batch=batch,
+                      batch_invariant=click.get_current_context().meta["batch_invariant"], **filters)
     lines = read_prompts(file) if file else {0: prompt}
     if len(lines) * count > MAX_PICTURES:
         raise ValueError(f"n must give at most {MAX_PICTURES} pictures, got {count} of each of {len(lines)} prompts")

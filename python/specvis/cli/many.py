@@ -64,6 +64,7 @@ class Drawing:
     top_p: float | None
     scale: int | None  # None: so that pictures have at least 256 pixels a side
     batch: int
+    batch_invariant: bool = False
 
     @property
     def is_continuous(self) -> bool:

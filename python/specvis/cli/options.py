@@ -19,6 +19,7 @@ from ..models.words import STYLES
 from ..pipelines.checkpoint import CONTINUOUS_GUIDANCE, FILTERS, ModelSettings, check_device, read_settings
 from ..pipelines.discrete import SHIPPED, Pipeline
 from ..pipelines.families import FAMILIES, FamilyPipeline, found
+from ..pipelines.invariant import batch_invariant
 from ..pipelines.mar import MARPair
 from .commands import Interrupted
 
@@ -34,6 +35,8 @@ PROMPTS = ["fluent-3d red heart", "fluent-flat blue heart", "fluent-3d grinning 
 
 
 def usable_device(context, parameter, device: str) -> str:
+    if context.meta.get("batch_invariant"):
+        context.with_resource(batch_invariant(device))  # before CUDA starts
     check_device(device)
     return device
 
@@ -155,7 +158,11 @@ sampling_options = with_options(
                  f"[default: {FILTERS['top_k']}, {OWN}]"),
     click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability, in (0, 1]. "
                  f"Discrete tokens only. [default: {FILTERS['top_p']}, {OWN}]"),
-    device_option, model_options)
+    device_option,
+    click.option("--batch-invariant", is_flag=True, is_eager=True, expose_value=False,  # read before --device
+                 callback=lambda context, parameter, value: context.meta.update(batch_invariant=value),
+                 help="On a GPU add in one order for any number of pictures and of nodes (docs/determinism.md)."),
+    model_options)
 
 
 def sampling_for(method: Method | ContinuousMethod, seeds: list[int], guidance: float | None,

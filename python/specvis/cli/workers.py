@@ -10,11 +10,13 @@ import socket
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import click
 import torch
 
 from ..files import first_line
+from ..pipelines.invariant import batch_invariant
 from ..terminal import printable
 from .many import Drawing, Picture, PictureRequest, draw
 from .progress import ProgressBar
@@ -30,8 +32,10 @@ class Worker:
     def load(self, drawing: Drawing, requests: list[PictureRequest], threads: int) -> tuple[str, str | None]:
         """Load the model and look at all prompts. Returns the name of this process, and an error or None."""
         torch.set_num_threads(threads)
-        name = f"{os.getpid()} on {socket.gethostname()}"
+        name, self.settings = f"{os.getpid()} on {socket.gethostname()}", ExitStack()  # until the process ends
         try:
+            if drawing.batch_invariant:
+                self.settings.enter_context(batch_invariant(drawing.device))
             self.drawing, self.pipeline = drawing, drawing.load(requests)
         except ValueError as error:
             return name, str(error)
