@@ -8,7 +8,6 @@ from specvis import Pipeline, Sampling, decode, jacobi_decode, method, speculati
 from specvis.decoding.draft_model import SmallDraftModel
 from specvis.decoding.sampling import cfg_inputs
 from specvis.models.transformers import Emu3, ImageModel, JanusPro, anole, lumina_mgpt
-from specvis.models.transformers_layers import attend
 from specvis_kernels import StatusError
 from specvis_kernels.compat._versions import is_older
 from specvis_kernels.compat.transformers import GuidedProbsProcessor, jacobi_generate, tree_generate
@@ -161,15 +160,6 @@ def test_a_head_whose_logits_are_changed_is_not_read_alone():
         ImageModel(model_of("Cohere", **LLAMA, logit_scale=0.5), range(10, 40), 7, (4, 5), [0])  # its embedding is 0
     with pytest.raises(ValueError, match="logits of its head as they are, got a ChameleonForConditionalGeneration"):
         target_of(chameleon_model(0))
-
-
-def test_attention_that_is_more_than_softmax():
-    heads, nodes = torch.zeros(1, 1, 1, 16), types.SimpleNamespace()
-    for name in ("softcap", "s_aux"):
-        with pytest.raises(ValueError, match=f"must attend by softmax alone for use_tree_attention, got {name} .leave"):
-            attend(None, heads, heads, heads, None, nodes, scaling=0.25, **{name: torch.ones(1)})
-    with pytest.raises(ValueError, match="must attend by transformers' AttentionInterface, got a StableLmModel"):
-        target_of(model_of("StableLm", **LLAMA)).use_tree_attention()
 
 
 # --- ids that a model masks ---

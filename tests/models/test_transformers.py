@@ -15,7 +15,6 @@ from specvis.decoding.sampling import cfg_inputs
 from specvis.models.interface import ModelCache, Nodes, TargetModel, num_tokens
 from specvis.models.layers import Packing
 from specvis.models.transformers import (
-    TREE_ATTENTION,
     Chameleon,
     Emu3,
     GLMImage,
@@ -120,7 +119,7 @@ def sampling_for(target):
     return sampling(guidance=2.0 if own_null(target, PROMPTS[0]) else 1.0)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "tree", "decoder_layers", "as_on_a_gpu"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "decoder_layers", "as_on_a_gpu"])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_logits_are_the_models_own(targets, family, attention, request):
@@ -136,8 +135,6 @@ def test_logits_are_the_models_own(targets, family, attention, request):
         return
     if attention == "decoder_layers":
         target.use_decoder_layers()
-    elif attention == "tree":
-        target.use_tree_attention()
     else:
         target.decoder.set_attn_implementation(attention)
     condition, padding_mask = cfg_inputs(target, *target.condition(PROMPTS))
@@ -241,9 +238,6 @@ def test_greedy_janus_is_its_own_generate(targets):
     own = target.model.generate(**arguments)
     assert torch.equal(decode(target, *target.condition(ids, is_real), sampling(0.0, 3.0)).tokens, own)
     assert len(own.unique()) > 2
-    target.use_tree_attention()  # what else uses the model does not notice
-    assert torch.equal(target.model.generate(**arguments), own)
-    target.decoder.set_attn_implementation("sdpa")
 
 
 def test_greedy_emu3_is_its_own_generate(targets):
@@ -553,5 +547,3 @@ def test_what_is_refused(targets):
         with pytest.raises(ValueError, match=message):
             call()
     assert anole(targets("lumina").model, S).grid == (32, 32)
-    Emu3(emu3_model(0), S, (2, 2), [1]).use_tree_attention()
-    assert TREE_ATTENTION in transformers.AttentionInterface().valid_keys()

@@ -23,9 +23,8 @@ from specvis_kernels.compat._layers import IN_PANELS, is_unchanged, pack_decoder
 from .interface import Nodes, inference, num_tokens
 from .layers import Packing
 from .llamagen import condition_mask
-from .transformers_layers import SlotCache, attend, positions_of
+from .transformers_layers import SlotCache, positions_of
 
-TREE_ATTENTION = "specvis_tree"   # the name of `tree_attention` there
 ANOLE_NULL = (0, 8197)            # begin of text, begin of image
 EMU3_START, EMU3_IMAGE = "<|image start|>", "<|image token|>"
 LUMINA_NEWLINE, LUMINA_IMAGE, LUMINA_SIZE = 8803, 8197, 8804  # the last one: of size 0
@@ -108,8 +107,7 @@ class ImageModel:
         return self.model.get_input_embeddings()  # an adapter may have been added
 
     def check_model(self) -> None:
-        check_model(self.decoder, self.config, self.prefix_len + num_tokens(self), (*MASKED, TREE_ATTENTION),
-                    self.model)
+        check_model(self.decoder, self.config, self.prefix_len + num_tokens(self), MASKED, self.model)
 
     @inference
     def check_head(self) -> None:
@@ -128,24 +126,6 @@ class ImageModel:
             raise ValueError("model must give the logits of its head as they are, got a "
                              f"{type(self.model).__name__}, which changes them (jacobi_generate reads what it gives; "
                              "or derive from ImageModel, with a code_logits that does the same)")
-
-    def use_tree_attention(self) -> None:
-        """Let the language model read trees by `specvis_kernels.tree_attention` from now on: no mask is made.
-
-        Elsewhere, as in `generate`, the model attends as with "sdpa".
-
-        Raises:
-            ValueError: the model's layers do not ask transformers' AttentionInterface
-        """
-        if not getattr(self.decoder, "_supports_attention_backend", False):
-            raise ValueError("model must attend by transformers' AttentionInterface, got a "
-                             f"{type(self.decoder).__name__} (leave use_tree_attention out)")
-        from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import sdpa_mask
-
-        AttentionInterface.register(TREE_ATTENTION, attend)
-        AttentionMaskInterface.register(TREE_ATTENTION, sdpa_mask)
-        self.decoder.set_attn_implementation(TREE_ATTENTION)
 
     def use_decoder_layers(self) -> None:
         """Let the op `decoder_layers` read what is drafted from now on. On CUDA it does so without being asked.
@@ -276,8 +256,6 @@ class ImageModel:
                 positions = torch.arange(len(rotations), device=x.device).view(positions.shape[1:])
             return decoder_layers(x, layers, cache.data, nodes.lengths, nodes.ancestors, positions, rotations,
                                   first_node=nodes.first, key_mask=nodes.padding_mask)
-        if self.config._attn_implementation == TREE_ATTENTION:
-            return self.read(x, nodes.position_ids, nodes.padding_mask, None, cache, nodes.slots, nodes)
         return self.read(x, nodes.position_ids, nodes.padding_mask, nodes.mask, cache, nodes.slots)
 
     def teacher_forced(self, condition: Tensor, padding_mask: Tensor, tokens: Tensor) -> Tensor:
@@ -290,17 +268,15 @@ class ImageModel:
         position_ids = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
         return self.read(x, position_ids, padding_mask, condition_mask(padding_mask, x.shape[1]))
 
-    def read(self, x: Tensor, position_ids: Tensor, padding_mask: Tensor, mask: Tensor | None,
-             cache: SlotCache | None = None, slots: Tensor | None = None, nodes: Nodes | None = None) -> Tensor:
-        """Embeddings (R, N, dim) -> hidden states after the last norm. They see what `mask` or `nodes` says, and are
-        kept in the cache's `slots`."""
+    def read(self, x: Tensor, position_ids: Tensor, padding_mask: Tensor, mask: Tensor,
+             cache: SlotCache | None = None, slots: Tensor | None = None) -> Tensor:
+        """Embeddings (R, N, dim) -> hidden states after the last norm. They see what `mask` says, and are kept in the
+        cache's `slots`."""
         more = {}
         if cache is not None:
-            cache.begin_read(slots, nodes.columns if mask is None else mask.shape[-1])
+            cache.begin_read(slots, mask.shape[-1])
             more[self.cache_name] = cache
-        if mask is None:  # four dimensions, or transformers makes one; `attend` ignores it
-            more["nodes"], mask = nodes, x.new_empty(1, 1, 1, 0)
-        elif self.config._attn_implementation == "eager":  # eager attention adds the mask to the scores
+        if self.config._attn_implementation == "eager":  # eager attention adds the mask to the scores
             mask = torch.where(mask, 0.0, torch.finfo(x.dtype).min).to(x.dtype)[:, None]
         else:
             mask = mask[:, None]

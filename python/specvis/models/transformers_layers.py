@@ -1,10 +1,7 @@
-"""The layers of transformers' models: their cache, and their attention as `tree_attention`."""
+"""The cache of transformers' models, and their positions."""
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from specvis_kernels import tree_attention
-
-from .interface import Nodes
 from .layers import Cache
 
 
@@ -36,20 +33,3 @@ class SlotCache(Cache):
 def positions_of(position_ids: Tensor, padding_mask: Tensor) -> Tensor:
     """Positions (R, N) that count from each row's first real entry. padding_mask: (R, S) bool"""
     return (position_ids - (~padding_mask).sum(1, keepdim=True)).clamp(min=0)
-
-
-def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-           nodes: Nodes | None = None, **more) -> tuple[Tensor, None]:
-    """`tree_attention` in the form of transformers' AttentionInterface; where no tree is read, as "sdpa".
-
-    query (R, H, N, D), key and value (R, Hkv, T, D) -> (R, N, H, D). ValueError if the layer asks for more than that.
-    """
-    if nodes is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
-    if asked := [name for name in ("softcap", "s_aux", "head_mask", "position_bias") if more.get(name) is not None]:
-        raise ValueError(f"model must attend by softmax alone for use_tree_attention, got {', '.join(asked)} (leave "
-                         "the call out: 'eager' knows them)")
-    return tree_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), nodes.lengths,
-                          nodes.ancestors, key_mask=nodes.padding_mask, scale=more.get("scaling")), None
