@@ -20,6 +20,7 @@ from specvis_kernels import decoder_layers
 from specvis_kernels.compat._hosts import MASKED, check_model, unwrapped
 from specvis_kernels.compat._layers import IN_PANELS, is_unchanged, pack_decoder, parts_of, rotations_of, why_not
 
+from . import layers
 from .interface import Nodes, inference, num_tokens
 from .layers import Packing
 from .llamagen import condition_mask
@@ -153,8 +154,9 @@ class ImageModel:
     @property
     def can_replay(self) -> bool:
         """Whether CUDA graphs can hold a step: one op reads the layers, and nobody's hooks bring other weights."""
+        is_packed = bool(layers.USE_KERNELS and self.packing and self.packing.packed)
         ends = self.embed, self.model.get_output_embeddings()
-        return bool(self.packing and self.packing.packed) and all(is_unchanged(m, (type(m),)) for m in ends if m)
+        return is_packed and all(is_unchanged(module, (type(module),)) for module in ends if module)
 
     # --- prompts ---
 
