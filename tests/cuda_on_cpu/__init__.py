@@ -16,8 +16,7 @@ BUILD = HERE.parent.parent / "build"
 NAMESPACE = "specvis_kernels_emulated"
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
             "-O0"]  # to optimize what sanitizers add takes longer than it saves
-RACES = ["-DCUDA_ON_CPU_RACES", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0",
-         "--param", "tsan-distinguish-volatile=1"]
+RACES = ["-DCUDA_ON_CPU_RACES", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"]
 FLAGS = ["-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall",
          "-Wno-unknown-pragmas", f"-I{HERE}"]
 

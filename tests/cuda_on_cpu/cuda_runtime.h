@@ -30,7 +30,6 @@
 #define __global__
 #define __device__
 #define __host__
-#define __constant__
 // What the threads of a block share, all of the running ones do. It lies in one section, which every block fills, and
 // which is put aside while another block of the cluster runs. In templates g++ ignores the attribute "section", but not
 // "noinit": the build gives that section its name.
@@ -39,7 +38,6 @@
 #else
 #define __shared__ static __attribute__((noinit))
 #endif
-#define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
@@ -51,22 +49,17 @@ struct dim3 {
   unsigned x, y, z;
   constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
-#define VECTORS(T, name)                                                        \
-  struct alignas(2 * sizeof(T)) name##2 { T x, y; };                            \
-  struct alignas(sizeof(T) < 8 ? 4 * sizeof(T) : 16) name##4 { T x, y, z, w; }; \
-  inline name##2 make_##name##2(T x, T y) { return {x, y}; }                    \
-  inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
-VECTORS(float, float)
-VECTORS(int, int)
-VECTORS(unsigned, uint)
-VECTORS(unsigned short, ushort)
-VECTORS(unsigned char, uchar)
-VECTORS(long long, longlong)
-VECTORS(unsigned long long, ulonglong)
-VECTORS(double, double)
-#undef VECTORS
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
-constexpr int warpSize = 32;
 inline uint3 threadIdx, blockIdx;  // the running thread's
 inline dim3 blockDim, gridDim;
 
@@ -144,7 +137,8 @@ struct Block {
   unsigned rank;                     // its number in the cluster
   std::unique_ptr<Thread>* threads;  // all threads of the cluster
   bool has_begun, has_exited;
-  unsigned arrived, votes, counted;  // threads at the barrier; their votes so far, and the votes of the last barrier
+  unsigned arrived;             // threads at the barrier
+  bool any_voted, any_of_last;  // any of these, any at the last barrier
   Place barrier_place;
   std::unique_ptr<unsigned char[]> dynamic_shared;  // while another block runs
   Image static_shared;
@@ -170,25 +164,26 @@ inline std::string failure;
   while (true) self->fiber.wait();
 }
 
-// Every thread of the block waits for the others; returns how many voted yes.
-inline unsigned barrier(bool vote, Place place) {
+// Every thread of the block waits for the others; returns whether any voted yes.
+inline bool barrier(bool vote, Place place) {
   const races::Pause pause;
   Block& block = *self->block;
   if (block.arrived == 0) block.barrier_place = place;
   if (!(place == block.barrier_place))
     fail("waits at the barrier of " + place.text() + ", others at that of " + block.barrier_place.text());
-  block.votes += vote;
+  block.any_voted |= vote;
   self->place = place;
   if (++block.arrived < size) {
     self->state = Thread::at_barrier;
     self->fiber.wait();
   } else {
     for (unsigned i = 0; i < size; ++i) block.threads[i]->state = Thread::ready;
-    block.counted = block.votes;
-    block.arrived = block.votes = 0;
+    block.any_of_last = block.any_voted;
+    block.any_voted = false;
+    block.arrived = 0;
     races::barrier_opens();
   }
-  return block.counted;
+  return block.any_of_last;
 }
 
 // Every thread of the cluster arrives, and goes on; then it waits until all the others have arrived.
@@ -287,7 +282,8 @@ inline void resume(Thread& thread) {
 }
 
 inline void begin(Block& block) {
-  block.arrived = block.votes = 0;
+  block.arrived = 0;
+  block.any_voted = false;
   block.has_begun = block.has_exited = false;
   for (unsigned i = 0; i < size; ++i) {
     Thread& thread = *block.threads[i];
@@ -517,9 +513,7 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, Kernel*, const cudaLau
 }
 
 inline void __syncthreads(HERE) { cuda_on_cpu::barrier(false, place); }
-inline int __syncthreads_count(int vote, HERE) { return cuda_on_cpu::barrier(vote, place); }
-inline int __syncthreads_or(int vote, HERE) { return cuda_on_cpu::barrier(vote, place) > 0; }
-inline int __syncthreads_and(int vote, HERE) { return cuda_on_cpu::barrier(vote, place) == cuda_on_cpu::size; }
+inline int __syncthreads_or(int vote, HERE) { return cuda_on_cpu::barrier(vote, place); }
 
 inline unsigned __clusterRelativeBlockRank() {
   const cuda_on_cpu::races::Pause pause;
@@ -544,10 +538,6 @@ T __shfl_up_sync(unsigned mask, T value, unsigned distance, int width = 32, HERE
   return cuda_on_cpu::take(mask, value, cuda_on_cpu::lane() - int(distance), width, place);
 }
 template <class T>
-T __shfl_down_sync(unsigned mask, T value, unsigned distance, int width = 32, HERE) {
-  return cuda_on_cpu::take(mask, value, cuda_on_cpu::lane() + int(distance), width, place);
-}
-template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int distance, int width = 32, HERE) {
   return cuda_on_cpu::take(mask, value, cuda_on_cpu::lane() ^ distance, width, place);
 }
@@ -556,15 +546,8 @@ inline unsigned __ballot_sync(unsigned mask, int vote, HERE) {
   return cuda_on_cpu::reduce(mask, bit, place, [](unsigned a, unsigned b) { return a | b; });
 }
 inline int __any_sync(unsigned mask, int vote, HERE) { return __ballot_sync(mask, vote, place) != 0; }
-inline int __all_sync(unsigned mask, int vote, HERE) { return __ballot_sync(mask, !vote, place) == 0; }
 inline unsigned __reduce_add_sync(unsigned mask, unsigned value, HERE) {
   return cuda_on_cpu::reduce(mask, value, place, [](unsigned a, unsigned b) { return a + b; });
-}
-inline unsigned __reduce_or_sync(unsigned mask, unsigned value, HERE) {
-  return cuda_on_cpu::reduce(mask, value, place, [](unsigned a, unsigned b) { return a | b; });
-}
-inline unsigned __reduce_and_sync(unsigned mask, unsigned value, HERE) {
-  return cuda_on_cpu::reduce(mask, value, place, [](unsigned a, unsigned b) { return a & b; });
 }
 template <class T>
 T __reduce_min_sync(unsigned mask, T value, HERE) {
@@ -593,37 +576,16 @@ unsigned __match_any_sync(unsigned mask, T value, HERE) {
     return cuda_on_cpu::modify(memory, [=](T before) -> T { return result; }); \
   }
 ATOMIC(atomicAdd, before + value)
-ATOMIC(atomicSub, before - value)
-ATOMIC(atomicMax, before < value ? value : before)
 ATOMIC(atomicMin, value < before ? value : before)
 ATOMIC(atomicOr, before | value)
-ATOMIC(atomicAnd, (before & value))
-ATOMIC(atomicXor, before ^ value)
-ATOMIC(atomicExch, value)
 #undef ATOMIC
-template <class T>
-T atomicCAS(T* memory, std::common_type_t<T> expected, std::common_type_t<T> value) {
-  return cuda_on_cpu::modify(memory, [=](T before) { return before == expected ? value : before; });
-}
-inline void __threadfence() { cuda_on_cpu::races::fence(); }
-inline void __threadfence_block() {}
 
-template <class T>
-T __ldg(const T* memory) {
-  return *memory;
-}
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __popcll(unsigned long long bits) { return __builtin_popcountll(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __ffsll(long long bits) { return __builtin_ffsll(bits); }
-inline int __clz(int bits) { return bits ? __builtin_clz(bits) : 32; }
-inline int __clzll(long long bits) { return bits ? __builtin_clzll(bits) : 64; }
 inline unsigned __float_as_uint(float value) { return cuda_on_cpu::from_bits<unsigned>(value); }
-inline int __float_as_int(float value) { return cuda_on_cpu::from_bits<int>(value); }
 inline float __uint_as_float(unsigned bits) { return cuda_on_cpu::from_bits<float>(bits); }
-inline float __int_as_float(int bits) { return cuda_on_cpu::from_bits<float>(bits); }
-inline long long __double_as_longlong(double value) { return cuda_on_cpu::from_bits<long long>(value); }
-inline double __longlong_as_double(long long bits) { return cuda_on_cpu::from_bits<double>(bits); }
 
 template <class A, class B>
 std::common_type_t<A, B> min(A a, B b) {

@@ -8,15 +8,14 @@ namespace {
 
 __global__ void warp_operations(int64_t* data) {
   const int64_t value = data[threadIdx.x];
-  int64_t* mine = data + blockDim.x + threadIdx.x * 8;
+  int64_t* mine = data + blockDim.x + threadIdx.x * 7;
   mine[0] = __shfl_up_sync(kAllLanes, value, 3u, 8);
-  mine[1] = __shfl_down_sync(kAllLanes, value, 3u, 8);
-  mine[2] = __shfl_sync(kAllLanes, value, 5, 16);
-  mine[3] = __ballot_sync(kAllLanes, value % 3 == 0);
-  mine[4] = __match_any_sync(kAllLanes, value % 5);
-  mine[5] = __reduce_max_sync(kAllLanes, static_cast<int>(value));
-  mine[6] = lane() % 2 ? __shfl_xor_sync(0xaaaaaaaau, value, 2) : __shfl_xor_sync(0x55555555u, value, 4);
-  mine[7] = atomicAdd(reinterpret_cast<unsigned long long*>(data + blockDim.x * 9), 1ull) < blockDim.x;
+  mine[1] = __shfl_sync(kAllLanes, value, 5, 16);
+  mine[2] = __ballot_sync(kAllLanes, value % 3 == 0);
+  mine[3] = __match_any_sync(kAllLanes, value % 5);
+  mine[4] = __reduce_max_sync(kAllLanes, static_cast<int>(value));
+  mine[5] = lane() % 2 ? __shfl_xor_sync(0xaaaaaaaau, value, 2) : __shfl_xor_sync(0x55555555u, value, 4);
+  mine[6] = atomicAdd(reinterpret_cast<unsigned long long*>(data + blockDim.x * 8), 1ull) < blockDim.x;
 }
 
 __global__ void dynamic_shared_memory(int64_t* data, int64_t count) {
@@ -213,28 +212,12 @@ __global__ void reverse(int64_t* data) {
   }
 }
 
-// data[0] is 0, and counts blocks; the last one sums what each of them found.
-template <bool kFence>
-__global__ void ticket(int64_t* data) {
-  __shared__ bool is_last;
-  data[1 + blockIdx.x * blockDim.x + threadIdx.x] = blockIdx.x;
-  if (kFence) __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) is_last = atomicAdd(data, 1) == gridDim.x - 1;
-  __syncthreads();
-  if (!is_last) return;
-  if (kFence) __threadfence();
-  int64_t sum = 0;
-  for (unsigned b = 0; b < gridDim.x; ++b) sum += data[1 + b * blockDim.x + threadIdx.x];
-  __syncthreads();
-  data[1 + threadIdx.x] = sum;
-}
-
-// A counter is read while others may add to it.
-template <class T>
+// A counter to which all add is read then, or while others may add to it.
+template <bool kBarrier>
 __global__ void reads_a_counter(int64_t* data) {
-  atomicAdd(reinterpret_cast<unsigned long long*>(data), 1ull);
-  data[1 + threadIdx.x] = *reinterpret_cast<T*>(data);
+  atomicAdd(data, 1);
+  if (kBarrier) __syncthreads();
+  data[1 + threadIdx.x] = data[0];
 }
 
 // The first lane of each half warp passes a number on to the half, or to the whole warp; the half alone waits.
@@ -251,10 +234,8 @@ const struct {
   const char* name;
   void (*kernel)(int64_t*);
 } kNamed[] = {
-    {"ticket", ticket<true>},
-    {"ticket_without_fences", ticket<false>},
-    {"waits_for_a_volatile", reads_a_counter<volatile int64_t>},
-    {"looks_at_an_atomic", reads_a_counter<int64_t>},
+    {"reads_a_counter", reads_a_counter<true>},
+    {"looks_at_an_atomic", reads_a_counter<false>},
     {"tells_half_a_warp", tells_half_a_warp<false>},
     {"tells_the_other_half_too", tells_half_a_warp<true>},
     {"warp_operations", warp_operations},

@@ -2,10 +2,9 @@
 // kernel call __tsan_read4() and its kin: they are defined here, in place of the thread sanitizer.
 //
 // A race is two accesses to one byte by two threads, one of them a plain write, that nothing orders: a barrier of the
-// block or the cluster, a warp operation of both, or, between blocks, an atomic that one made after a fence, and the
-// other before one. A relaxed barrier of the cluster orders only reads, and writes to a block's own shared memory. A
-// volatile load and an atomic may meet. Which order the threads ran in does not matter. Two readers of a word are
-// remembered.
+// block or the cluster, or a warp operation of both. A relaxed barrier of the cluster orders only reads, and writes to
+// a block's own shared memory. Two atomics may meet, and order nothing else. Which order the threads ran in does not
+// matter. Two readers of a word are remembered.
 #include <dlfcn.h>
 #include <link.h>
 #include <pthread.h>
@@ -27,7 +26,7 @@ struct Range {
 };
 
 enum Kind : uint8_t { kRead, kWrite, kAtomicAccess };
-bool is_volatile = false, is_own = false;  // the running access; is_own: to the block's own shared memory
+bool is_own = false;  // the running access is to the block's own shared memory
 
 // Who accessed a word, by which instruction, and when: the thread's barriers so far, and its clock of the warp's
 // operations.
@@ -70,61 +69,35 @@ struct Memory {
   }
 };
 
-// Accesses of a block that are visible to whoever acquires this: those before this many barriers, and of each thread
-// those before its clock.
-struct Release {
-  uint32_t block;
-  uint16_t barriers, clusters;
-  std::vector<uint32_t> clocks;
-};
-using Location = std::vector<Release>;               // what atomics on an address published, in their order
-using Acquired = std::map<const Location*, size_t>;  // with how many of them someone has seen
-
 struct Lane {
   uint16_t barriers = 0, clusters = 0, clusters_arrived = 0, full_clusters = 0, full_arrived = 0;
-  uint32_t clocks[32] = {}, fenced[32] = {};  // what it knows of the warp's lanes; and knew at its last fence
-  uint16_t fenced_barriers = 0, fenced_clusters = 0;
-  bool has_fenced = false;
+  uint32_t clocks[32] = {};  // what it knows of the warp's lanes
   unsigned paused = 0;
-  Acquired seen, acquired;
 };
 struct TracedBlock {
   uint32_t id;
   std::vector<Lane> lanes;
   Memory memory;  // shared
-  Acquired seen, acquired;
-  Release fenced;
 };
 
-bool paused = true, any_fence = false;
+bool paused = true;
 std::string kernel;
 std::vector<std::unique_ptr<TracedBlock>> traced;
 Lane* lane_ = nullptr;  // the lane that runs
 TracedBlock* block_ = nullptr;
 Range stack, fiber, fixed, dynamic, image, host;
 Memory global;
-std::map<Address, Location> locations;
 std::map<std::pair<uint32_t, uint32_t>, uint64_t> races;  // two instructions -> how often
 std::string records;
 
-bool covers(const Release& release, const Access& a) {
-  if (release.barriers > a.barriers || release.clusters > a.clusters) return true;
-  return release.clocks[a.thread] > a.clock;
-}
 bool ordered(const Access& a) {  // before what the running thread does now
   const Lane& lane = *lane_;
   if (a.block == block_->id) {
     if (a.thread == self->rank || lane.barriers > a.barriers) return true;
     if (a.thread / 32 == self->rank / 32 && lane.clocks[a.thread % 32] > a.clock) return true;
   }
-  if (a.block / cluster_size == block_->id / cluster_size &&
-      (lane.full_clusters > a.full_clusters || (a.by_relaxed && lane.clusters > a.clusters)))
-    return true;
-  for (const Acquired* acquired : {&lane.acquired, &std::as_const(block_->acquired)})
-    for (const auto& [location, count] : *acquired)
-      for (size_t i = 0; i < count; ++i)
-        if ((*location)[i].block == a.block && covers((*location)[i], a)) return true;
-  return false;
+  return a.block / cluster_size == block_->id / cluster_size &&
+         (lane.full_clusters > a.full_clusters || (a.by_relaxed && lane.clusters > a.clusters));
 }
 void compare(const Access& other, uint32_t pc) {
   if (other.valid() && !ordered(other)) ++races[{other.pc, pc}];
@@ -139,8 +112,7 @@ void look(Cell& cell, Kind kind, uint32_t pc) {
                       lane_->full_arrived,
                       kind == kRead || is_own};
   if (kind == kRead) {
-    if (!is_volatile || !cell.is_atomic) compare(cell.write, pc);
-    if (is_volatile) return;
+    compare(cell.write, pc);
     Access& first = cell.reads[0];
     if (!first.valid() || (first.block == now.block && first.thread == now.thread) || ordered(first)) {
       first = now;
@@ -194,23 +166,6 @@ void access(const void* p, unsigned bytes, Kind kind, const void* instruction) {
   look(owner ? owner->memory : global, place, bytes, kind, static_cast<uint32_t>(pc));
 }
 
-void see(Acquired& to, const Acquired& from) {
-  for (const auto& [location, count] : from) to[location] = std::max(to[location], count);
-}
-// What its threads did before their fences: from a barrier on, an atomic of any of them says so.
-void take_fences(TracedBlock& block) {
-  for (unsigned i = 0; i < size; ++i) {
-    Lane& lane = block.lanes[i];
-    if (!lane.has_fenced) continue;
-    lane.has_fenced = false;
-    block.fenced.barriers = std::max(block.fenced.barriers, lane.fenced_barriers);
-    block.fenced.clusters = std::max(block.fenced.clusters, lane.fenced_clusters);
-    for (unsigned j = 0; j < 32 && i / 32 * 32 + j < size; ++j) {
-      uint32_t& clock = block.fenced.clocks[i / 32 * 32 + j];
-      clock = std::max(clock, lane.fenced[j]);
-    }
-  }
-}
 std::string hexadecimal(uint32_t pc) {
   char text[32];
   snprintf(text, sizeof text, "\"%x\"", pc);
@@ -241,9 +196,7 @@ void thread_runs(bool runs) {
 void launch_begins(const char* name) {
   kernel = name;
   races.clear();
-  locations.clear();
   global.clear();  // the last launch may have failed
-  any_fence = false;
   fixed = {reinterpret_cast<Address>(__start_specvis_shared),
            static_cast<Address>(__stop_specvis_shared - __start_specvis_shared)};
   void* low = nullptr;
@@ -277,33 +230,18 @@ void cluster_begins() {
     const uint3 index = blocks[b]->index;
     block.id = index.x + gridDim.x * (index.y + gridDim.y * index.z);
     block.memory.clear();
-    block.seen.clear();
-    block.acquired.clear();
-    block.fenced = {block.id, 0, 0, std::vector<uint32_t>(size)};
     block.lanes.assign(size, Lane());
     for (unsigned i = 0; i < size; ++i) block.lanes[i].clocks[i % 32] = 1;
   }
 }
 
 void barrier_opens() {
-  take_fences(*block_);
-  for (Lane& lane : block_->lanes) {
-    ++lane.barriers;
-    if (!lane.seen.empty()) see(block_->seen, lane.seen), lane.seen.clear();
-    if (!lane.acquired.empty()) see(block_->acquired, lane.acquired), lane.acquired.clear();
-  }
+  for (Lane& lane : block_->lanes) ++lane.barriers;
 }
 
 void arrives_at_cluster(bool is_relaxed) {
   ++lane_->clusters_arrived;
   lane_->full_arrived += !is_relaxed;
-  if (cluster_arrived + 1 < cluster_size * size) return;
-  for (unsigned b = 0; b < cluster_size; ++b) {
-    TracedBlock& block = *traced[b];
-    take_fences(block);
-    for (unsigned other = 0; other < cluster_size; ++other)
-      for (Lane& lane : traced[other]->lanes) see(block.seen, lane.seen), see(block.acquired, lane.acquired);
-  }
 }
 void waited_for_cluster() {
   ++lane_->clusters;
@@ -313,65 +251,21 @@ void waited_for_cluster() {
 void warp_operation(unsigned mask) {
   const unsigned first = self->rank / 32 * 32, lanes = std::min(32u, size - first);
   Lane* const warp = &block_->lanes[first];
-  uint32_t clocks[32] = {}, fenced[32] = {};
-  bool has_fenced = false;
-  uint16_t barriers = 0, clusters = 0;
-  Acquired seen, acquired;
+  uint32_t clocks[32] = {};
   for (unsigned i = 0; i < lanes; ++i) {
     if (!(mask >> i & 1)) continue;
-    const Lane& lane = warp[i];
-    for (unsigned j = 0; j < 32; ++j) clocks[j] = std::max(clocks[j], lane.clocks[j]);
-    if (!lane.seen.empty()) see(seen, lane.seen);
-    if (!lane.acquired.empty()) see(acquired, lane.acquired);
-    if (!lane.has_fenced) continue;
-    has_fenced = true;
-    barriers = std::max(barriers, lane.fenced_barriers);
-    clusters = std::max(clusters, lane.fenced_clusters);
-    for (unsigned j = 0; j < 32; ++j) fenced[j] = std::max(fenced[j], lane.fenced[j]);
+    for (unsigned j = 0; j < 32; ++j) clocks[j] = std::max(clocks[j], warp[i].clocks[j]);
   }
   for (unsigned i = 0; i < lanes; ++i) {
     if (!(mask >> i & 1)) continue;
     Lane& lane = warp[i];
     for (unsigned j = 0; j < 32; ++j) lane.clocks[j] = clocks[j] + (mask >> j & 1 && j != i ? 1 : 0);
     ++lane.clocks[i];
-    if (!seen.empty()) lane.seen = seen;
-    if (!acquired.empty()) lane.acquired = acquired;
-    if (!has_fenced) continue;
-    lane.has_fenced = true;
-    lane.fenced_barriers = barriers;
-    lane.fenced_clusters = clusters;
-    std::copy(fenced, fenced + 32, lane.fenced);
   }
-}
-
-void fence() {
-  Lane& lane = *lane_;
-  any_fence = true;
-  ++lane.clocks[self->rank % 32];
-  std::copy(lane.clocks, lane.clocks + 32, lane.fenced);
-  lane.has_fenced = true;
-  lane.fenced_barriers = lane.barriers;
-  lane.fenced_clusters = lane.clusters;
-  for (const Acquired* seen : {&lane.seen, &block_->seen}) see(lane.acquired, *seen);
 }
 
 void atomic(void* memory, unsigned bytes, const void* instruction) {
-  const Address at = reinterpret_cast<Address>(memory);
   access(memory, bytes, kAtomicAccess, instruction);
-  if (fixed.has(at) || dynamic.has(at)) return;
-  if (!any_fence) return;
-  Location& location = locations[at];
-  if (!location.empty()) lane_->seen[&location] = location.size();
-  Release release = block_->fenced;
-  if (lane_->has_fenced) {
-    release.barriers = std::max(release.barriers, lane_->fenced_barriers);
-    release.clusters = std::max(release.clusters, lane_->fenced_clusters);
-    for (unsigned j = 0, first = self->rank / 32 * 32; j < 32 && first + j < size; ++j)
-      release.clocks[first + j] = std::max(release.clocks[first + j], lane_->fenced[j]);
-  }
-  location.push_back(release);
-  for (unsigned b = 0; b < cluster_size; ++b)  // what its cluster's barriers have shown it of the other blocks
-    if (traced[b].get() != block_) location.push_back(traced[b]->fenced);
 }
 
 void launch_ends() {
@@ -408,15 +302,6 @@ extern "C" __attribute__((visibility("default"))) const char* take_races() {
   void __tsan_unaligned_write##bytes(void* p) {                         \
     if (!paused) access(p, bytes, kWrite, __builtin_return_address(0)); \
   }
-#define VOLATILE(bytes)                                                 \
-  void __tsan_volatile_read##bytes(void* p) {                           \
-    is_volatile = true;                                                 \
-    if (!paused) access(p, bytes, kRead, __builtin_return_address(0));  \
-    is_volatile = false;                                                \
-  }                                                                     \
-  void __tsan_volatile_write##bytes(void* p) {                          \
-    if (!paused) access(p, bytes, kWrite, __builtin_return_address(0)); \
-  }
 #pragma GCC visibility push(hidden)
 extern "C" {
 TRACED(1);
@@ -424,11 +309,6 @@ TRACED(2);
 TRACED(4);
 TRACED(8);
 TRACED(16);
-VOLATILE(1);
-VOLATILE(2);
-VOLATILE(4);
-VOLATILE(8);
-VOLATILE(16);
 void __tsan_read_range(void* p, size_t bytes) {
   if (!paused)
     for (size_t i = 0; i < bytes; i += 16)

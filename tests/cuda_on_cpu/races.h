@@ -17,11 +17,10 @@ CUDA_ON_CPU_TOLD(void launch_begins(const char*))
 CUDA_ON_CPU_TOLD(void launch_ends())
 CUDA_ON_CPU_TOLD(void cluster_begins())
 CUDA_ON_CPU_TOLD(void thread_runs(bool))
-CUDA_ON_CPU_TOLD(void barrier_opens())                      // the running thread's block
-CUDA_ON_CPU_TOLD(void arrives_at_cluster(bool is_relaxed))  // the running thread,
-CUDA_ON_CPU_TOLD(void waited_for_cluster())                 // the running thread goes on after the cluster's barrier
-CUDA_ON_CPU_TOLD(void warp_operation(unsigned))             // by these lanes of its warp
-CUDA_ON_CPU_TOLD(void fence())
+CUDA_ON_CPU_TOLD(void barrier_opens())                       // the running thread's block
+CUDA_ON_CPU_TOLD(void arrives_at_cluster(bool is_relaxed))   // the running thread,
+CUDA_ON_CPU_TOLD(void waited_for_cluster())                  // the running thread goes on after the cluster's barrier
+CUDA_ON_CPU_TOLD(void warp_operation(unsigned))              // by these lanes of its warp
 CUDA_ON_CPU_TOLD(void atomic(void*, unsigned, const void*))  // bytes; the instruction
 CUDA_ON_CPU_TOLD(void pause())
 CUDA_ON_CPU_TOLD(void go_on())

@@ -34,16 +34,19 @@ def found():
 
 @pytest.mark.parametrize("right, wrong, threads, options", [
     ("reverse", "without_a_barrier", 256, {}),
-    ("ticket", "ticket_without_fences", 64, {"blocks": 5}),
     ("passes_on", "passes_on_without_a_barrier", 64, {"blocks": 8, "cluster": 4, "shared": 512}),
     ("own_memory_over_a_relaxed_barrier", "other_memory_over_a_relaxed_barrier", 64, {"blocks": 8, "cluster": 4}),
     ("tells_half_a_warp", "tells_the_other_half_too", 32, {}),
-    ("waits_for_a_volatile", "looks_at_an_atomic", 64, {}),
+    ("reads_a_counter", "looks_at_an_atomic", 64, {}),
 ])
 def test_races(found, right, wrong, threads, options):
-    """In a block, between blocks, between those of a cluster, in a warp, and with an atomic."""
+    """In a block, between those of a cluster, in a warp, and with an atomic."""
     assert found(right, threads, **options) == []
     assert found(wrong, threads, **options)
+
+
+def test_no_barrier_orders_blocks_that_share_no_cluster(found):
+    assert found("reads_a_counter", 64, blocks=5)
 
 
 @pytest.mark.parametrize("name, threads, cluster", [("teams", 96, 1), ("teams", 96, 4), ("arrives_early", 64, 8)])
