@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from benchmarks.released import filtered
 from specvis_kernels import (
     INVALID_ROW,
     draw_children,
@@ -21,7 +20,6 @@ from specvis_kernels import (
     verify_greedy,
     verify_tree,
 )
-from specvis_kernels.neighborhood_sum import neighbors_of
 
 
 def index_and_put(caches, accepted_nodes, num_accepted, lengths, *, row_dim=0, column_dim=1):
@@ -38,15 +36,6 @@ def index_and_put(caches, accepted_nodes, num_accepted, lengths, *, row_dim=0, c
         entries = cache.movedim((row_dim, column_dim), (0, 1))
         entries[rows, target] = entries[rows, source]
     return lengths + 1 + num_accepted
-
-
-def residual_of(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    return (target_probs - draft_probs).clamp(min=0)
-
-
-def searchsorted(target_probs, draft_probs, uniforms):
-    sums = residual_of(target_probs, draft_probs).cumsum(-1)
-    return torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:], right=True)
 
 
 def guided_multinomial(logits, uncond, guidance, temperature, top_k, top_p, seeds, positions, **others):
@@ -103,25 +92,6 @@ def level_by_ops(logits, uncond, scores, ancestors, candidates, width, depth, gu
             status)
 
 
-def warpers(logits, uncond, guidance, temperature, top_k, top_p, *, id_range=(0, None), filters="k_then_p"):
-    """Guidance, temperature, top-k and top-p, one after another. All requests have the first one's filters."""
-    guidance, temperature = guidance[:, None, None], temperature[:, None, None]
-    x = uncond + guidance * (logits - uncond)
-    first, last = id_range
-    x[..., :first] = -torch.inf
-    if last is not None:
-        x[..., last:] = -torch.inf
-    return filtered(x, temperature, int(top_k[0]), float(top_p[0]), filters)
-
-
-def gather_cumsum(probs, tokens, neighbors, delta, *, offset):
-    """All neighbors' probabilities, their running sums, the last sum within delta."""
-    codes = (tokens - offset).clamp(0, len(neighbors) - 1)
-    neighbor_probs = probs.gather(1, neighbors_of(codes, neighbors) + offset)
-    is_kept = neighbor_probs.cumsum(-1) <= delta[:, None]
-    return probs.gather(1, tokens[:, None])[:, 0] + (neighbor_probs * is_kept).sum(-1), is_kept.sum(-1)
-
-
 def padded_tree(target_probs, draft_tokens, cu_num_draft_tokens, uniforms, *, draft_probs=None, rule, window, entropy,
                 **settings):
     """verify_chain by verify_tree, which has the strict rule alone, once every request has as many rows as the longest.
@@ -153,33 +123,6 @@ def all_rows_first(logits, uncond, tokens, first_child, next_sibling, uniforms, 
     return verify_tree(probs, *tree, uniforms, max_depth=max_depth, **rule)
 
 
-def where_and_multinomial(target_probs, draft_probs, tokens, uniforms, *, omega=None, neighbors=None, delta=None,
-                          offset=0, groups=None, residual="optimal"):
-    """A Jacobi step: all residuals, a draw from each, and the guess in its place where it is kept."""
-    p, q = target_probs, draft_probs
-    token = tokens[..., None]
-    mass, draft_mass = p.gather(-1, token), q.gather(-1, token)
-    ids = token if groups is None else groups.where(groups >= 0, token)
-    if groups is not None:
-        is_listed = (groups >= 0) & (groups != token)
-        mass = mass + (p.gather(-1, ids) * is_listed).sum(-1, keepdim=True)
-        draft_mass = draft_mass + (q.gather(-1, ids) * is_listed).sum(-1, keepdim=True)
-    if neighbors is not None:
-        ids = neighbors_of((tokens - offset).clamp(0, len(neighbors) - 1), neighbors) + offset
-        near = p.gather(-1, ids)
-        near = near * (near.cumsum(-1) <= delta[:, None, None])
-        mass = mass + near.sum(-1, keepdim=True)
-        if residual == "relaxed":
-            p = p.scatter(-1, ids, (p.gather(-1, ids) - near)).scatter(-1, token, mass)
-    if omega is not None:
-        mass = mass * omega[..., None]
-    is_kept = (uniforms[..., :1] * draft_mass < mass)[..., 0]
-    left = residual_of(p, q)
-    left = torch.where(left.sum(-1, keepdim=True) > 0, left, target_probs)
-    drawn = torch.multinomial(left.flatten(0, 1), 1).view(tokens.shape)
-    return torch.where(is_kept, tokens, drawn), is_kept, is_kept.int().cumprod(-1).sum(-1)
-
-
 def attention_under_a_mask(q, k_cache, v_cache, lengths, ancestors, *, key_mask=None):
     """PyTorch's attention of all columns up to the last node, under an additive mask, which it is given each time."""
     columns = int(lengths.max()) + q.shape[1]
@@ -191,14 +134,6 @@ def attention_under_a_mask(q, k_cache, v_cache, lengths, ancestors, *, key_mask=
     attended = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=additive,
                                                                 enable_gqa=q.shape[2] != k_cache.shape[2])
     return attended.transpose(1, 2)
-
-
-def norm_by_parts(x, weight, eps=1e-5, residual=None):
-    """As LlamaGen's modules have it: four launches for 16 bits."""
-    stream = x if residual is None else x + residual
-    normed = stream.float()
-    normed = (normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)).type_as(x) * weight
-    return normed if residual is None else (normed, stream)
 
 
 def liger_norm(x, weight, eps=1e-5, residual=None):
@@ -217,10 +152,6 @@ def flashinfer_norm(x, weight, eps=1e-5, residual=None):
     return rmsnorm(x, weight, eps) if residual is None else fused_add_rmsnorm(x, residual, weight, eps)
 
 
-def silu_and_multiply(gate, up):
-    return torch.nn.functional.silu(gate) * up
-
-
 def liger_swiglu(gate, up):
     from liger_kernel.ops.swiglu import swiglu_forward
 
@@ -236,36 +167,18 @@ def flashinfer_swiglu(gate, up):
     return silu_and_mul(JOINED[gate])
 
 
-def rotate_and_index(qkv, kv_cache, lengths, positions, rotations, *, first_node=0, rotates_halves=False):
-    """Complex products in float32, and an indexed copy, as LlamaGen's decoder has it."""
-    (R, N, _), (T, _, G, D) = qkv.shape, kv_cache.shape[1:]
-    turns = torch.view_as_complex(rotations[positions.clamp(0, len(rotations) - 1)]).repeat(R // len(positions), 1, 1)
-    qk, v = qkv.view(R, N, -1, D).tensor_split([qkv.shape[2] // D - G], 2)
-    turned = torch.view_as_real(torch.view_as_complex(qk.float().unflatten(-1, (-1, 2))) * turns[:, :, None])
-    turned = turned.flatten(-2).to(qkv.dtype)
-    slots = (lengths[:, None] + first_node + torch.arange(N, device=qkv.device)).repeat(R // len(lengths), 1)
-    slots += torch.arange(R, device=qkv.device)[:, None] * T
-    kv_cache.flatten(0, 1).index_copy_(0, slots.flatten(), torch.stack([turned[:, :, -G:], v], 2).flatten(0, 1))
-    return turned[:, :, :-G]
-
-
 JOINED = WeakTensorKeyDictionary()
 LIGER, FLASHINFER = (torch.cuda.is_available() and find_spec(name) is not None
                      for name in ("liger_kernel", "flashinfer"))
 BASELINES = {
     "commit_kv": {"index and put": index_and_put},
     "commit_tokens": {"scatter": scatter_and_add},
-    "couple_tokens": {"multinomial": where_and_multinomial},
     "draft_children": {"two ops": children_by_ops},
     "draft_frontier": {"two ops": level_by_ops},
     "draw_tokens": {"multinomial": guided_multinomial},
-    "guided_probs": {"warpers": warpers},
-    "neighborhood_sum": {"gather": gather_cumsum},
-    "rms_norm": {"PyTorch's": norm_by_parts, **({"Liger's": liger_norm} if LIGER else {}),
+    "rms_norm": {**({"Liger's": liger_norm} if LIGER else {}),
                  **({"flashinfer's": flashinfer_norm} if FLASHINFER else {})},
-    "rotate_into_cache": {"PyTorch's": rotate_and_index},
-    "sample_residual": {"searchsorted": searchsorted},
-    "swiglu": {"PyTorch's": silu_and_multiply, **({"Liger's": liger_swiglu} if LIGER else {}),
+    "swiglu": {**({"Liger's": liger_swiglu} if LIGER else {}),
                **({"flashinfer's": flashinfer_swiglu} if FLASHINFER else {})},
     "tree_attention": {"attention": attention_under_a_mask},
     "verify_chain": {"padded": padded_tree},

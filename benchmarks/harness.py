@@ -192,12 +192,6 @@ def reads_back(call, arguments: tuple) -> str:
 
 
 @lru_cache(maxsize=1)
-def sweep_of(size: int):
-    """A call that reads `size` bytes, so that a cache of a third of that holds nothing else."""
-    return torch.ones(size // 4, device="cuda").sum
-
-
-@lru_cache(maxsize=1)
 def products() -> Callable:
     """A call of two products of other shapes, as a model's forward has them between two ops."""
     x, weight = (torch.ones(rows, 1280, dtype=torch.bfloat16, device="cuda") for rows in (120, 3840))
@@ -230,39 +224,13 @@ def between(calls: list, others: Callable) -> Callable:
     return lambda: max(both() - alone(), 1e-3)  # a difference of clocks may be 0
 
 
-def time_graphs(call, arguments: tuple, seconds: float, touched: int) -> dict:
-    """Summaries by mode of the device's time alone: launches of a CUDA graph, one after another.
+def time_on_cuda(call, arguments: tuple, seconds: float, graphs: bool) -> dict:
+    """Summaries by mode, over one input.
 
-    "graph warm" is over one input. In "graph cold" no input is in the L2 cache: enough inputs take turns (`inputs`)
-    that calls touch three times as much as it holds. Where these would be too many, that many bytes are read before
-    each call instead (`swept`), and the time of this reading alone is subtracted. "graph between" is over one input
-    between products of matrices, whose kernels leave little of the op's code in the instruction caches; their own time
-    is subtracted too.
-    """
-    swept = 3 * torch.cuda.get_device_properties(0).L2_cache_size
-    number = -(-swept // max(touched, 1))
-    has_room = number * bytes_of(arguments) < torch.cuda.get_device_properties(0).total_memory // 8
-    copies = copies_of(arguments, number if number <= MAX_COPIES and has_room else 1)
-    calls = [partial(call, *a) for a in copies] * -(-20 // len(copies))
-    for each in calls[:len(copies)]:  # compile, load and allocate before the capture
-        each()
-    torch.cuda.synchronize()
-    warm = captured(calls[:1] * 20)
-    if len(copies) > 1 or number == 1:
-        cold, how = captured(calls), {"inputs": len(copies)}
-    else:
-        cold, how = between(calls, sweep_of(swept)), {"swept": swept}
-    amid = between(calls[:1] * 20, products())
-    return {"graph cold": summary(collect(lambda: cold() / len(calls), seconds)) | how,
-            "graph between": summary(collect(lambda: amid() / 20, seconds)),
-            "graph warm": summary(collect(lambda: warm() / 20, seconds))}
-
-
-def time_on_cuda(call, arguments: tuple, seconds: float, touched: int, graphs: bool) -> dict:
-    """Summaries by mode.
-
-    "eager" is the time of a loop in Python over one input, which waits for the device after up to 64 calls. With
-    `graphs`, time_graphs follows where the call can be captured.
+    "eager" is the time of a loop in Python, which waits for the device after up to 64 calls. With `graphs`, "graph
+    between" follows where the call can be captured: the device's time alone, of launches of a CUDA graph between
+    products of matrices, whose kernels leave little of the op's code in the instruction caches. Their own time is
+    subtracted.
     """
     def eager(calls):
         start = perf_counter()
@@ -277,27 +245,26 @@ def time_on_cuda(call, arguments: tuple, seconds: float, touched: int, graphs: b
     if graphs and (why := reads_back(call, arguments)):
         times["eager"]["not_captured"] = why
     elif graphs:
-        times |= time_graphs(call, arguments, seconds, touched)
+        amid = between([partial(call, *arguments)] * 20, products())
+        times["graph between"] = summary(collect(lambda: amid() / 20, seconds))
     return times
 
 
-def time(call, arguments: tuple, seconds: float, touched: int | None = None, graphs: bool = True,
-         rewind: Callable | None = None) -> dict:
+def time(call, arguments: tuple, seconds: float, graphs: bool = True, rewind: Callable | None = None) -> dict:
     """Summaries of call(*arguments) by mode, on the device of the arguments.
 
     Args:
-        touched:  how many bytes of the arguments it reads and writes; None: all
         graphs:   whether a GPU's graphs are timed too
         rewind:   rewind(*arguments) undoes what a call changes, for the next one; on a CPU, and not timed
     """
     device = next(a.device.type for a in tree_leaves(arguments) if isinstance(a, torch.Tensor))
     if device != "cuda":
         return time_on_cpu(call, arguments, seconds, rewind)
-    return time_on_cuda(call, arguments, seconds, bytes_of(arguments) if touched is None else touched, graphs)
+    return time_on_cuda(call, arguments, seconds, graphs)
 
 
 def bandwidth(device: str) -> float:
     """Bytes that a copy larger than any cache reads and writes in a second."""
     source = torch.empty(2 * CACHE, dtype=torch.uint8, device=device)
     times = time(torch.Tensor.copy_, (torch.empty_like(source), source), 0.2)
-    return 2 * source.nbytes / times["graph cold" if device == "cuda" else "eager"]["median_us"] * 1e6
+    return 2 * source.nbytes / times["eager"]["median_us"] * 1e6

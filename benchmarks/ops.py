@@ -1,9 +1,8 @@
 """Every op on every backend:   python -m benchmarks.ops [op ...] [--json [FILE]] [--resume] [--groups kernels,..]
 
 Each backend is compared with the oracle before it is timed. The baselines (benchmarks/baselines.py) are what a decoder
-would write without the op; they are only timed. "floor" is the time in which PyTorch writes one number: no op can be
-faster. GB/s counts the bytes that must move; "of copy" compares this rate with a copy's on this machine.
-benchmarks/harness.py explains the modes.
+would write without the op; they are only timed. GB/s counts the bytes that must move; "of copy" compares this rate with
+a copy's on this machine. benchmarks/harness.py explains the modes.
 
 The file is written after each row. A row that fails is among its "errors", and the others follow. On a GPU the groups
 come one after another, and oracles are not timed in graphs, which would have thousands of launches. A row that raises
@@ -240,19 +239,12 @@ def measure(op: str, case: tuple, backend: str, copy: float, seconds: float) -> 
     """The records of one row, one for each mode."""
     call, args = prepare(op, case, backend)
     num_bytes = ROWS[op][1](*case)
-    times = harness.time(call, args, seconds, num_bytes, graphs=backend != "oracle", rewind=REWINDS.get(op))
+    times = harness.time(call, args, seconds, graphs=backend != "oracle", rewind=REWINDS.get(op))
     clocks = harness.clocks(perf_counter() // 10) if cases.DEVICE == "cuda" else {}
     return [{"op": op, "backend": backend, "mode": mode, "shape": format_case(case),
              "dtype": str(tree_leaves(args)[0].dtype).removeprefix("torch."), **summary, **clocks, "bytes": num_bytes,
              "share_of_copy": float(f"{num_bytes / summary['median_us'] * 1e6 / copy:.3g}")}
             for mode, summary in times.items()]
-
-
-def floor(seconds: float) -> list:
-    one = torch.zeros(1, device=cases.DEVICE)
-    return [{"op": "floor", "backend": "torch", "mode": mode, "shape": "1", "dtype": "float32", **times,
-             "bytes": 4, "share_of_copy": 0.0}
-            for mode, times in harness.time(torch.Tensor.zero_, (one,), seconds).items()]
 
 
 SAME = ("device", "torch", "triton", "sources")  # what rows of one file must share; on a CPU these too:
@@ -358,8 +350,6 @@ def main():
             oracle = row["op"], "oracle", row["shape"]
             report(row, {other["mode"]: other["median_us"] for other in content["rows"] if key_of(other) == oracle})
 
-    if not content["rows"]:
-        add(floor(options.seconds))
     for job in results.left(wanted):
         op, case, backend = job
         content["running"] = dict(zip(("op", "backend", "shape"), key(*job)))

@@ -90,17 +90,16 @@ class Warpers:
         return filtered(logits, self.temperature, self.top_k, self.top_p)
 
 
-def filtered(x: Tensor, temperature, top_k: int, top_p: float, filters: str = "k_then_p") -> Tensor:
+def filtered(x: Tensor, temperature, top_k: int, top_p: float) -> Tensor:
     """Logits (.., V) -> probabilities after temperature, top-k and top-p, by sorting as the releases do."""
     x = x.float() / temperature
-    for name in filters.split("_then_"):
-        if name == "k" and 0 < top_k < x.shape[-1]:
-            x = x.masked_fill(x < x.topk(top_k).values[..., -1:], -torch.inf)
-        if name == "p" and 0 < top_p < 1:
-            descending, order = x.sort(-1, descending=True)
-            probs = descending.softmax(-1)
-            is_beyond = probs.cumsum(-1) - probs >= top_p
-            x = x.masked_fill(is_beyond.scatter(-1, order, is_beyond), -torch.inf)
+    if 0 < top_k < x.shape[-1]:
+        x = x.masked_fill(x < x.topk(top_k).values[..., -1:], -torch.inf)
+    if 0 < top_p < 1:
+        descending, order = x.sort(-1, descending=True)
+        probs = descending.softmax(-1)
+        is_beyond = probs.cumsum(-1) - probs >= top_p
+        x = x.masked_fill(is_beyond.scatter(-1, order, is_beyond), -torch.inf)
     return x.softmax(-1)
 
 
