@@ -165,9 +165,6 @@ def verify_tree_greedy_func(predicts, accept_index, accept_token_num, candidates
     raise AssertionError("SGLang's own")
 """,
     "kernels/ops/speculative/verify_sampling.py": """
-def of_cuda(*arguments, **named):
-    raise AssertionError("SGLang's own")
-
 tree_speculative_sampling_target_only = None
 """,
     "srt/speculative/eagle_utils.py": f"""

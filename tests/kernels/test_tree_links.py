@@ -91,13 +91,6 @@ def test_a_second_root_far_behind(backend, n):
     assert first_child == [[1] + [-1] * (n + 1)] and next_sibling == [[-1, *range(2, n + 1), -1, -1]]
 
 
-def test_leaves_only(backend):
-    """Seventy children of the root."""
-    ancestors, depth, first_child, next_sibling, status = links([-1] + [0] * 70, backend=backend)
-    assert ancestors[0][70] == [1, 2**6] and depth == [[0] + [1] * 70] and status == [0]
-    assert first_child == [[1] + [-1] * 70] and next_sibling == [[-1, *range(2, 71), -1]]
-
-
 @pytest.mark.parametrize("N", [5, 64, 65, 130])
 def test_the_links_say_what_the_parents_said(backend, N):
     """Parents can be read off the links; popcount is depth + 1; the bits are the nodes on the way up."""

