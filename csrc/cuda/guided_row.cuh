@@ -28,10 +28,8 @@ class GuidedRow {
   // these are all. A kernel may read one row after the other, if all threads were together, in a method of its team,
   // since the last use of the row before.
   __device__ GuidedRow(Team& team, RowShared* shared, int64_t capacity, const LogitRows& rows, int64_t r)
-      : GuidedRow(team, shared, capacity, rows, r, id_range_of(rows, r)) {}
-  __device__ GuidedRow(Team& team, RowShared* shared, int64_t capacity, const LogitRows& rows, int64_t r,
-                       const IdRange& range)
-      : team_(team), shared_(shared), packs_(rows, r, range), entries_(team, shared->copy, capacity) {
+      : team_(team), shared_(shared), packs_(rows, r, id_range_of(rows, r)), entries_(team, shared->copy, capacity) {
+    const IdRange range = id_range_of(rows, r);
     const unsigned b = request_of(rows, r);
     const float temperature = rows.temperature[b], top_p = rows.top_p[b];
     const int32_t k = rows.top_k[b];

@@ -27,8 +27,6 @@ __device__ inline float of_float16(unsigned bits) {
 struct IdRange {
   int64_t first, count;
   bool valid;
-
-  __device__ bool has(int64_t id) const { return id >= first && id - first < count; }
 };
 
 __device__ inline IdRange id_range_of(const LogitRows& rows, int64_t r) {

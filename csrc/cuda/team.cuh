@@ -167,16 +167,6 @@ class Team {
     return __ballot_sync(kAllLanes, is_any) != 0;
   }
 
-  // The lowest thread() for which the condition holds, or threads() if it holds for no thread.
-  __device__ unsigned first(bool condition) {
-    const unsigned votes = __ballot_sync(kAllLanes, condition);
-    const unsigned none = threads(), own = thread() / kWarp * kWarp;
-    const uint64_t* const firsts = exchange(votes ? own + __ffs(votes) - 1 : none);
-    unsigned first = none;
-    for (unsigned w = lane(); w < num_warps(); w += kWarp) first = ::min(first, static_cast<unsigned>(firsts[w]));
-    return __reduce_min_sync(kAllLanes, first);
-  }
-
  private:
   __device__ unsigned num_warps() const { return size_ * warps(); }
 

@@ -76,11 +76,11 @@ __global__ void arrays_of_the_last_block(int64_t*) {
   team.sync();
 }
 
-// data: 8 numbers for each thread of each team, of which the first is its value
+// data: 7 numbers for each thread of each team, of which the first is its value
 __global__ void teams(int64_t* data) {
   Team team;
   const int64_t at = int64_t{blockIdx.x} / team.size() * team.threads() + team.thread();
-  int64_t* const mine = data + at * 8;
+  int64_t* const mine = data + at * 7;
   const int64_t value = mine[0];
   mine[0] = team.sum(value);
   const Total total = team.total(value, value >= 0), all = team.total(1, true), none = team.total(0, true);
@@ -88,11 +88,9 @@ __global__ void teams(int64_t* data) {
   mine[2] = total.valid;
   const Scan scan = team.scan(value);
   mine[3] = scan.before;
-  mine[4] = team.first(value < 0);
-  mine[5] = team.max(static_cast<uint64_t>(value));
-  mine[6] = team.any(value < 0) + 2 * team.any(false);
-  mine[7] = scan.total == mine[0] && all.valid && all.mass == int64_t{team.threads()} && !none.valid &&
-            team.first(true) == 0 && team.first(team.thread() + 1 == team.threads()) == team.threads() - 1 &&
+  mine[4] = team.max(static_cast<uint64_t>(value));
+  mine[5] = team.any(value < 0) + 2 * team.any(false);
+  mine[6] = scan.total == mine[0] && all.valid && all.mass == int64_t{team.threads()} && !none.valid &&
             team.sum(-value) == -mine[0];
   team.sync();
 }
