@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from specvis.decoding.sampling import ACCEPT, FRESH, NOISE, Sampling, cfg_inputs, philox_normals, repeat_for_cfg
+from specvis.decoding.sampling import FRESH, NOISE, Sampling, cfg_inputs, philox_normals, repeat_for_cfg
 from tests.decoding.pictures import PROMPTS
 
 
@@ -65,11 +65,3 @@ def test_normal_numbers_depend_on_seed_position_and_turn_alone():
     others = [philox_normals(seeds, 9, 10, stream=NOISE, turn=1), philox_normals(seeds, 9, 10, stream=FRESH),
               numbers.roll(1, 0), numbers.roll(1, 1), numbers.roll(1, 2)]
     assert all((other != numbers).float().mean() > 0.999 for other in others)
-
-
-@pytest.mark.parametrize("turn", [0, 3])
-def test_given_positions_have_the_numbers_of_all_positions(turn):
-    seeds = torch.tensor([5, 6, 7])
-    positions = torch.tensor([[8, 0, 3, 3], [1, 2, 3, 4], [7, 7, 0, 5]])
-    given, every = (philox_normals(seeds, at, 6, stream=ACCEPT, turn=turn) for at in (positions, 9))
-    assert torch.equal(given, every.gather(1, positions[..., None].expand(-1, -1, 6)))

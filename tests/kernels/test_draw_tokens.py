@@ -38,14 +38,6 @@ def noise(positions, n, seed=7):
     return gumbel_noise(torch.tensor([seed], device=DEVICE), torch.as_tensor([positions], device=DEVICE), n)[0]
 
 
-def test_of_a_position_the_low_half_counts(backend):
-    logits = torch.zeros(1, 2, 500, device=DEVICE)
-    far = draw(logits, positions=[2**63 - 1, -2**63], ahead=5, backend=backend)
-    near = draw(logits, positions=[2**32 - 1, 0], ahead=5, backend=backend)
-    assert torch.equal(far.tokens, near.tokens) and torch.equal(far.ahead_tokens, near.ahead_tokens)
-    assert torch.equal(far.ahead_tokens, draw(logits, positions=[4, 5], backend=backend).tokens)
-
-
 def test_the_functions_are_right_to_rounding():
     """The error in units in the last place of float32, compared with float64."""
     def error(got, expected):
