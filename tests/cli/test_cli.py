@@ -304,8 +304,8 @@ def test_the_command_and_python_draw_the_same_picture(weights, tmp_path, name, k
 def test_a_log_has_a_line_from_time_to_time(weights, tmp_path, monkeypatch):
     monkeypatch.setattr("specvis.cli.progress.EVERY", 0)
     result = run("generate", "--prompt", "red heart", "-n", 3, "--out", tmp_path / "x.png", "--model", weights)
-    assert re.match(r"jacobi:window=2: 3 of 48 tokens, 0 s, about \d+ s left\n(jacobi:window=2: .*\n)+wrote ",
-                    result.output)
+    assert re.match(r"jacobi:window=2: 3 of 48 tokens, 0 s, about \d+ s left\n(jacobi:window=2: .*\n)+"
+                    r"decoding pictures: 1 of 3 pictures, .*\n(decoding pictures: .*\n){2}wrote ", result.output)
 
 
 def test_the_shipped_model_draws(tmp_path):

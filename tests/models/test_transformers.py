@@ -303,6 +303,11 @@ def test_pictures_and_what_tokens_stand_for(targets):
         own = janus.model.decode_image_tokens(tokens)[2].clamp(-1, 1)
     shown = torch.tensor(list(janus.pictures(tokens)[2].tobytes())).view(own.shape)
     assert ((own + 1) * 127.5 - shown).abs().max() < 0.6
+    seen, vq = [], janus.vqmodel
+    with vq.decoder.conv_out.register_forward_hook(lambda _, given, out: seen.append((len(out), out.stride(1)))):
+        janus.pictures(tokens)
+    assert seen == [(1, 1)] * B and not vq.post_quant_conv._forward_pre_hooks  # one by one, channels last
+    assert all(weight.is_contiguous() for weight in vq.parameters())  # the user's, as they were
     emu3 = targets("emu3")
     tokens = tokens_of(emu3, 15)
     own = emu3.model.model.vocabulary_mapping.convert_bpe2img(emu3.ids_of(tokens).view(B, 3, 5))

@@ -155,8 +155,10 @@ def side_by_side(drawing: Drawing, requests: list[PictureRequest], out: Path) ->
         write_whole(out, partial(np.save, arr=codes))
     else:
         row = Image.new("RGB", (side * len(tokens), side), "white")
-        for i, picture in enumerate(pipeline.pictures(tokens)):
-            row.paste(enlarged(picture, drawing.scale), (i * side, 0))
+        with ProgressBar(len(tokens), "picture", "decoding pictures") as bar:
+            for i in range(len(tokens)):
+                row.paste(enlarged(pipeline.pictures(tokens[i: i + 1])[0], drawing.scale), (i * side, 0))
+                bar.update()
         write_whole(out, encoded(row, options.format_of(out)))
     kind = f"codes of {codes.shape[1]} x {codes.shape[2]}" if keeps_codes else size(pipeline.side, drawing.scale)
     click.echo(f"{verb} {out}: {len(tokens)} of {len(requests)} pictures, {kind}, "
