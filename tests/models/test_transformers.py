@@ -303,11 +303,13 @@ def test_pictures_and_what_tokens_stand_for(targets):
         own = janus.model.decode_image_tokens(tokens)[2].clamp(-1, 1)
     shown = torch.tensor(list(janus.pictures(tokens)[2].tobytes())).view(own.shape)
     assert ((own + 1) * 127.5 - shown).abs().max() < 0.6
-    seen, vq = [], janus.vqmodel
-    with vq.decoder.conv_out.register_forward_hook(lambda _, given, out: seen.append((len(out), out.stride(1)))):
-        janus.pictures(tokens)
-    assert seen == [(1, 1)] * B and not vq.post_quant_conv._forward_pre_hooks  # one by one, channels last
-    assert all(weight.is_contiguous() for weight in vq.parameters())  # the user's, as they were
+    for family, dtype, step in (("janus", "float32", 1), ("emu3", "float32", 48), ("emu3", "bfloat16", 1)):
+        target, steps = targets(family, 7), []
+        vq = target.vqmodel.to(getattr(torch, dtype))
+        with vq.decoder.conv_out.register_forward_hook(lambda _, given, out, steps=steps: steps.append(out.stride(1))):
+            target.pictures(tokens_of(target, target.grid[0] * target.grid[1]))
+        assert steps == [step] * B and not vq.decoder.conv_in._forward_pre_hooks  # 1: channels last
+        assert all(weight.is_contiguous() for weight in vq.parameters())  # the user's, as they were
     emu3 = targets("emu3")
     tokens = tokens_of(emu3, 15)
     own = emu3.model.model.vocabulary_mapping.convert_bpe2img(emu3.ids_of(tokens).view(B, 3, 5))

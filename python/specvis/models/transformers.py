@@ -352,9 +352,14 @@ class ImageModel:
         images = [image.float().clamp(-1, 1).permute(1, 2, 0) for image in images]
         return [Image.fromarray(((image + 1) * 127.5).round().byte().cpu().numpy()) for image in images]
 
-    def pixels(self, codes: Tensor) -> Tensor:
-        """(B, rows, columns) -> (B, 3, height, width) within [-1, 1]."""
-        return self.vqmodel.decode(codes)
+    def pixels(self, codes: Tensor, channels_last: bool = False) -> Tensor:
+        """(B, rows, columns) -> (B, 3, height, width) within [-1, 1]. channels_last: in float32, too"""
+        first = getattr(getattr(self.vqmodel, "decoder", None), "conv_in", None)
+        if not isinstance(first, nn.Conv2d) or (first.weight.dtype == torch.float32 and not channels_last):
+            return self.vqmodel.decode(codes)
+        # its input decides the layout of all that follows; the weights stay as they are
+        with first.register_forward_pre_hook(lambda _, z: z[0].contiguous(memory_format=torch.channels_last)):
+            return self.vqmodel.decode(codes)
 
 
 class Chameleon(ImageModel):
@@ -448,10 +453,7 @@ class JanusPro(ImageModel):
         return self.model.model.generation_head(hidden)
 
     def pixels(self, codes: Tensor) -> Tensor:
-        # the first convolution's input decides the layout of all that follows; the weights stay as they are
-        with self.vqmodel.post_quant_conv.register_forward_pre_hook(
-                lambda _, z: z[0].contiguous(memory_format=torch.channels_last)):
-            return self.vqmodel.decode(codes.flatten(1))
+        return super().pixels(codes.flatten(1), channels_last=True)
 
 
 class GLMImage(ImageModel):
