@@ -4,22 +4,23 @@
 # accesses, races and uninitialized reads.
 #   make gpu          or [PYTHON=python3] [OUT=out] [BEFORE=out] [LIMIT=seconds] bash benchmarks/gpu.sh [PART...]
 #   make gpu DRY=1    without a GPU: each part as far as that goes, on the CPU, into out/dry; minutes the first time
-# The most useful parts come first; each has a time limit, 27 minutes in all after `build`. A part that fails does not
+# The most useful parts come first; each has a time limit, 32 minutes in all after `build`. A part that fails does not
 # stop the next, but for `build`, and `smoke` where an op is wrong. The exit status says whether any failed. OUT gets
 #   log.txt          the output of the parts, line by line
 #   summary.txt      a table: part, seconds, status
 #   ops.json         times, written after each row; a part that is run again goes on where it ends
-#   decode.json      times of decoding
+#   families.json    times of models of transformers, decode.json of LlamaGen's
 #   ncu-OP.ncu-rep   counters of three kernels
 #   built-GPU-SOURCES.tar, the libraries
 # ops.json and the libraries are copied from BEFORE, an earlier OUT: its rows are not timed again, and its libraries not
 # built again. They can be built before, on any machine of this kind of processor that has torch and nvcc:
 #   TORCH_CUDA_ARCH_LIST=9.0 OUT=folder bash benchmarks/gpu.sh build      9.0: the GPU's compute capability
 # Then BEFORE=folder on the machine with the GPU. Where `build` is left out although it is needed, it comes first.
-# Parts for three stays of ten minutes, with LIMIT=580:
+# Parts for four stays of ten minutes, with LIMIT=580:
 #   smoke ops tests graphs loops
-#   decode memcheck racecheck
-#   ncu-draft_frontier ncu-verify_logits ncu-tree_attention baselines triton initcheck synccheck others
+#   families memcheck racecheck
+#   decode ncu-draft_frontier ncu-verify_logits ncu-tree_attention baselines
+#   triton initcheck synccheck others
 set -uo pipefail
 cd "$(dirname "$0")/.."
 [[ ${DRY:-} != 0 ]] || DRY=
@@ -90,13 +91,15 @@ counters() {  # op, what the names of its kernels have in common
 }
 
 build='"$0" setup.py build_ext --inplace ${2:+--help} && tar -cf "$1" specvis_kernels/*.so'
-seconds=0.1 decoded=(--sizes shipped B XL --seconds 4 --ours)
+seconds=0.1 decoded=(--sizes shipped B XL --seconds 4 --ours) families=()
 [[ -z $dry ]] || seconds=0 decoded=(--sizes shipped --methods vanilla --batch 1 --seconds 0 --ours)
+[[ -z $dry ]] || families=(--models tiny --batch 1 --runs 1)
 
 parts() {
     part build "$build_limit" bash -c "$build" "$python" "$built" $dry || wanted=" "  # and nothing else
     part smoke 100 "$python" -m benchmarks.smoke $dry || (($? != 3)) || wanted=" "
     measure ops 160 kernels
+    part families 300 "$python" -m benchmarks.families "${families[@]}" --json "$folder/families.json"
     tests tests 140 "${ops[@]}" -k "(cuda or oracle) and not triton"
     tests graphs 60 tests/laws/test_on_a_gpu.py -k "not loop"
     tests loops 60 tests/laws/test_on_a_gpu.py -k loop

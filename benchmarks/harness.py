@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import cycle
@@ -62,16 +63,15 @@ def sources() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
+def installed(package: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(package)
+
+
 def machine() -> dict:
     """Device, versions and git revision, for every record."""
     git = partial(said_by, "git")
     changed = git("status", "--porcelain", ":(top,exclude)benchmarks/results")  # what a run writes changes no run
-
-    def installed(package):
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
 
     info = Path("/proc/cpuinfo")
     cpu = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None

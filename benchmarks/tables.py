@@ -167,6 +167,18 @@ def gpu_decode() -> str:
     return markdown(["model, pictures at once", "", *methods], *lines)
 
 
+def families() -> str:
+    """A line for each contender, a column for each device, model and batch. A device without a file has none."""
+    columns = {}
+    for device, name in (("two cores", f"{CPU}-families.json"), ("H100", f"{GPU}-families.json")):
+        for row in rows_of(name) if (RESULTS / name).exists() else []:
+            times = columns.setdefault(f"{device}: {row['model']}, {row['batch']}", {})
+            times[row["what"], row["reader"]] = short(row["step_ms"], 2)
+    contenders = dict.fromkeys(key for times in columns.values() for key in times)
+    return markdown(["ms a step", "read by", *columns], *(
+        [what, reader, *(times.get((what, reader), "-") for times in columns.values())] for what, reader in contenders))
+
+
 def gpu_refresh() -> str:
     settings = {"16, 0": "16", "16, 1": "16:refresh=1", "16, 2": "16:refresh=2", "16, 3": "16:refresh=3", "32, 0": "32",
                 "32, 2": "32:refresh=2"}
@@ -274,8 +286,8 @@ def readme() -> str:
 
 
 TABLES = {"compare": compare, "decode": decode, "decode-refresh": decode_refresh, "decode-batch": decode_batch,
-          "forward": forward, "ops": cpu_ops, "gpu-decode": gpu_decode, "gpu-refresh": gpu_refresh, "gpu-ops": gpu_ops,
-          "refresh-pays": refresh_pays, "readme": readme}
+          "forward": forward, "ops": cpu_ops, "families": families, "gpu-decode": gpu_decode,
+          "gpu-refresh": gpu_refresh, "gpu-ops": gpu_ops, "refresh-pays": refresh_pays, "readme": readme}
 
 
 def captioned(table, captions: bool = True) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import specvis_kernels
-from benchmarks import decode, forward, harness, ops, papers, smoke, tables
+from benchmarks import decode, families, forward, harness, ops, papers, smoke, tables
 from specvis.decoding.driver import POLL
 from specvis.decoding.methods import parse_method
 from specvis.models import layers
@@ -138,6 +138,7 @@ def test_a_run_on_a_gpu_that_breaks_off_is_gone_on_with(monkeypatch, tmp_path):
     (decode, ["--methods", "gsd"], "methods must be of vanilla, jacobi, speculative, eagle1"),
     (decode, ["--methods", "eagle1:wide=3"], "method eagle1 has no parameter 'wide'"),
     (decode, ["--batch", "0"], "--batch must be at least 1, got 0"),
+    (families, ["--methods", "eagle1"], "--methods must have no draft model, got eagle1"),
     (forward, ["--sizes", "S"], "--sizes must be of shipped, B, L")])
 def test_a_wrong_argument_is_named(module, arguments, message, monkeypatch, capsys):
     assert run_main(module, monkeypatch, *arguments) == 2 and message in capsys.readouterr().err
@@ -254,6 +255,25 @@ def test_steps_on_a_gpu_are_counted_and_its_graphs_captured_before(monkeypatch):
     assert contender.is_released and len(decode.contenders_of([contender.method], ours=True)) == 1
 
 
+@pytest.mark.parametrize("family", ["Llama", "Chameleon"])
+def test_a_familys_steps_are_timed_beside_generate(family, tmp_path, monkeypatch, capsys):
+    """On a CPU nothing is compiled. A target that has only its modules is timed once."""
+    pytest.importorskip("transformers")
+    monkeypatch.setitem(families.MODELS, "tiny", (family, *families.MODELS["tiny"][1:]))
+    arguments = ["families", "--models", "tiny", "--batch", "2", "--steps", "3", "--runs", "1", "--json"]
+    for is_packed, name in ((True, "packed.json"), (False, "modules.json")):
+        if not is_packed:
+            monkeypatch.setattr(families.Target, "pack_layers", lambda target: None)
+        monkeypatch.setattr("sys.argv", [*arguments, str(tmp_path / name)])
+        families.main()
+        rows = json.loads(Path(tmp_path, name).read_text())["rows"]
+        assert [(r["what"], r["reader"]) for r in rows] == [(families.WEIGHTS, ""), ("generate", "modules"), *(
+            (method, reader) for method in ("vanilla", "jacobi:window=16")
+            for reader in ("modules", "decoder_layers")[:1 + is_packed])]
+        assert all(r["step_ms"] >= r["min_ms"] > 0 and r["times_weights"] >= 1 for r in rows)
+    assert "generate, compiled: left out" in capsys.readouterr().out
+
+
 def test_a_forward_is_timed_beside_its_limits(tmp_path, monkeypatch, capsys):
     """The interpreter claims to have llama.cpp, and answers each question with a millisecond."""
     python, file, figure = tmp_path / "python", tmp_path / "forward.json", tmp_path / "forward.png"
@@ -319,8 +339,8 @@ def test_no_part_of_the_gpu_script_stops_the_next(gpu_script, tmp_path):
     assert status == 1 and parts.pop("tests") == "failed: 1"
     assert {parts.pop(f"ncu-{op}") for op in ("draft_frontier", "verify_logits", "tree_attention")} == {
         "not there: ncu"}
-    assert list(parts) == ["build", "smoke", "ops", "graphs", "loops", "decode", "memcheck", "racecheck", "baselines",
-                           "triton", "initcheck", "synccheck", "others"] and set(parts.values()) == {"ok"}
+    assert list(parts) == ["build", "smoke", "ops", "families", "graphs", "loops", "decode", "memcheck", "racecheck",
+                           "baselines", "triton", "initcheck", "synccheck", "others"] and set(parts.values()) == {"ok"}
     assert Path(tmp_path, "out/ops.json").read_text() == "row\n" * 3 and "watched --tool racecheck" in said
     assert f"in {tmp_path}:{tmp_path}/python\n" in said  # nothing need be installed
 
