@@ -170,7 +170,7 @@ def gpu_decode() -> str:
 def families() -> str:
     """A line for each contender, a column for each device, model and batch. A device without a file has none."""
     columns = {}
-    for device, name in (("two cores", f"{CPU}-families.json"), ("H100", f"{GPU}-families.json")):
+    for device, name in (("one core", f"{CPU}-families.json"), ("H100", f"{GPU}-families.json")):
         for row in rows_of(name) if (RESULTS / name).exists() else []:
             times = columns.setdefault(f"{device}: {row['model']}, {row['batch']}", {})
             times[row["what"], row["reader"]] = short(row["step_ms"], 2)
