@@ -52,8 +52,8 @@ class EagleLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.dim, NORM_EPS)
 
     def forward(self, x: Tensor, reading: Reading, layer: int) -> Tensor:
-        normed, x = self.post_attention_layernorm(x, self.self_attn(x, reading, layer))
-        return x + self.mlp(normed)
+        x = x + self.self_attn(x, reading, layer)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
     def weights(self) -> DecoderLayer:
         a, mlp = self.self_attn, self.mlp

@@ -101,12 +101,10 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
 
-    def forward(self, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(the norm of x + update, x + update); without an update of x."""
-        x = x if update is None else x + update
+    def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype == torch.float32:
-            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps), x
-        return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).type_as(x) * self.weight, x
+            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).type_as(x) * self.weight
 
 
 def grid_rotations(grid: int, head_dim: int, condition: int, spare: int = 0, base: float = 10000.0) -> Tensor:

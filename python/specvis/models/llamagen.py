@@ -101,11 +101,9 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, update: Tensor | None, reading: Reading, layer: int) -> tuple[Tensor, Tensor]:
-        """x and what is still to be added to it, which the next norm does."""
-        normed, x = self.attention_norm(x, update)
-        normed, x = self.ffn_norm(x, self.dropout(self.attention(normed, reading, layer)))
-        return x, self.dropout(self.feed_forward(normed))
+    def forward(self, x: Tensor, reading: Reading, layer: int) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), reading, layer))
+        return x + self.dropout(self.feed_forward(self.ffn_norm(x)))
 
     def weights(self) -> DecoderLayer:
         attention, ffn = self.attention, self.feed_forward
@@ -147,7 +145,7 @@ class GPT(nn.Module):
     bit depends on how many nodes are read at once, on other rows, or on the number of threads. So seed-exact methods
     draw exactly the baseline's tokens. Blocks that were changed (adapters, hooks), gradients and, on a CPU, heads whose
     size is no multiple of 16 take PyTorch's modules; `packing.why_not` says so. On CUDA w1 and w3 of a block share
-    memory. A block returns its input after attention, and what is still to be added to it.
+    memory.
     """
 
     can_replay = True
@@ -212,10 +210,9 @@ class GPT(nn.Module):
         packed = self.packing.get(x, self.pack_layers)
         if packed is not None and isinstance(reading, NodesReading):
             return reading.read(x, *packed)
-        update = None
         for layer, block in enumerate(self.layers):
-            x, update = block(x, update, reading, layer)
-        return self.norm(x, update)[0]
+            x = block(x, reading, layer)
+        return self.norm(x)
 
     def prefill(self, condition: Tensor, padding_mask: Tensor, cache: Cache) -> Tensor:
         """Read conditions (R, S, dim) into an empty cache; hidden states (R, S, dim). See `TargetModel.prefill`."""
