@@ -5,10 +5,10 @@ namespace specvis {
 namespace {
 
 Tensor decoder_layers(const Tensor& x, const std::vector<Tensor>& matrices, const std::vector<Tensor>& vectors,
-                      const MaybeTensor& last_norm, const Tensor& kv_cache, const Tensor& lengths, const Tensor& ancestors, const Tensor& positions,
-                      const Tensor& rotations, const MaybeTensor& key_mask, int64_t heads, int64_t ffn_dim,
-                      int64_t first_node, double eps, double head_eps, bool has_first_norm, bool has_head_norms,
-                      bool rotates_halves) {
+                      const MaybeTensor& last_norm, const Tensor& kv_cache, const Tensor& lengths,
+                      const Tensor& ancestors, const Tensor& positions, const Tensor& rotations,
+                      const MaybeTensor& key_mask, int64_t heads, int64_t ffn_dim, int64_t first_node, double eps,
+                      double head_eps, bool has_first_norm, bool has_head_norms, bool rotates_halves) {
   Arguments a("decoder_layers", "NELTGDWPY");
   DecoderLayers batch = {};
   batch.kv_cache = a.write("kv_cache", kv_cache, "LRT2GD", x.scalar_type());
