@@ -135,7 +135,7 @@ def pack_layers(layers: Sequence[DecoderLayer], last_norm: Tensor | None = None,
         check_layer(number, layer)
         if not in_panels:
             matrices += layer.qkv.detach(), layer.out.detach(), joined([layer.gate, layer.up]), layer.down.detach()
-            vectors += (none if v is None else v.detach() for v in (
+            vectors += (none if v is None else v.detach().contiguous() for v in (
                 layer.attention_norm, layer.ffn_norm, layer.out_bias, layer.qkv_bias,
                 *(layer.head_norms or (None, None)), layer.attention_out_norm, layer.ffn_out_norm))
             continue
@@ -160,7 +160,8 @@ def joined(weights: Sequence[Tensor]) -> Tensor:
 
 def join_weights(weights: Sequence[Tensor]) -> Tensor:
     """Let parameters follow each other in one memory. They stay what they are, and no memory is taken twice.
-    `deepcopy`, `.to(dtype)` and `load_state_dict(assign=True)` part them again.
+    `deepcopy`, `.to(..)` and `load_state_dict(assign=True)` part them again. Some savers take tensors that share memory
+    for one (accelerate's, `safetensors.torch.save_model`): part them before (`weight.data = weight.data.clone()`).
 
     Args:
         weights: (O, ..) each, equal but for O, of one dtype and on one device
@@ -168,8 +169,8 @@ def join_weights(weights: Sequence[Tensor]) -> Tensor:
     Returns:
         joined:  (sum of O, ..)  a view of all of them
     """
-    whole = joined(weights)
-    with torch.no_grad():
+    with torch.no_grad(), torch.inference_mode(weights[0].is_inference()):  # they stay what they are in this, too
+        whole = joined(weights)
         for weight, part in zip(weights, whole.split([len(weight) for weight in weights])):
             weight.data = part
     return whole
@@ -191,7 +192,7 @@ def decoder_layers(x: Tensor, layers: PackedLayers, kv_cache: Tensor, lengths: T
     is neither written nor seen. Row r belongs to request r % B.
 
     One call replaces some hundred operations, whose dispatch takes most of the time when few rows are read. It is for
-    few rows: for a thousand PyTorch's products are as quick. On a GPU it is five products of PyTorch's a layer, and
+    few rows: for a thousand PyTorch's products are as quick. On a GPU it is four products of PyTorch's a layer, and
     `rms_norm`, `rotate_into_cache`, `tree_attention` and `swiglu` between them, which a CUDA graph can hold.
 
     Products have operands of x's dtype; their sums and what is between them are float32. On a CPU so is the residual

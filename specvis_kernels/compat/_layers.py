@@ -16,8 +16,14 @@ KNOWN = {"ModuleList", "Identity", "Linear", "Dropout", "SiLU", "SiLUActivation"
 def is_unchanged(module: nn.Module, types: tuple[type, ...]) -> bool:
     """Whether a module is of one of these types, without hooks, dropout and a forward of its own."""
     return (type(module) in types and not module._forward_hooks and not module._forward_pre_hooks
-            and "forward" not in vars(module)
+            and "forward" not in vars(module) and module._compiled_call_impl is None
             and not (module.training and isinstance(module, nn.Dropout) and module.p))
+
+
+def are_unchanged(model: nn.Module) -> bool:
+    """Whether nobody's hooks run in a model or in all modules."""
+    of_all = nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks
+    return not any(of_all) and all(is_unchanged(module, (type(module),)) for module in model.modules())
 
 
 def why_not_weights(weights: list[Tensor], multiple: int) -> str | None:
@@ -31,6 +37,8 @@ def why_not_weights(weights: list[Tensor], multiple: int) -> str | None:
         if len(values) > 1:
             return f"weights of more than one {what}, {', '.join(sorted(map(str, values)))}"
     on_cpu = device in IN_PANELS
+    if not on_cpu and any(weight.requires_grad for weight in weights):
+        return "weights that require gradients, which must not share memory: call model.requires_grad_(False)"
     if not {"cpu" if on_cpu else "triton"} & {*backends("decoder_layers", device)}:
         return f"weights on {device}, for which no kernel is built"
     if first.dtype not in (torch.float32, torch.bfloat16, torch.float16)[:2 if on_cpu else 3]:

@@ -1,12 +1,13 @@
 """CUDA graphs, and a forward of a transformers model as one: its layers by `decoder_layers`, the rest by itself."""
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 
 import torch
 from torch import Tensor, nn
 
 from .. import commit_kv, decoder_layers
-from ._layers import IN_PANELS, is_unchanged, pack_decoder, why_not
+from ._layers import IN_PANELS, are_unchanged, pack_decoder, why_not
 
 # Whose forward does nothing that a graph cannot hold. Others are read by their own modules.
 MODELS = {"LlamaForCausalLM", "Emu3ForCausalLM", "Emu3ForConditionalGeneration"}
@@ -55,7 +56,7 @@ def decoder_of(model: nn.Module) -> nn.Module | None:
     """The decoder in a model that `ReplayedDecoder` can read; None: the model's own modules read it."""
     kind, device = type(model), model.device.type
     if (device in IN_PANELS or kind.__name__ not in MODELS or not kind.__module__.startswith("transformers.")
-            or not is_unchanged(model, (kind,)) or torch.is_autocast_enabled(device)):
+            or not are_unchanged(model) or torch.is_autocast_enabled(device)):
         return None
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     return next((m for m in model.modules() if hasattr(m, "layers") and not why_not(m, num_layers)), None)
@@ -69,7 +70,9 @@ class ReplayedDecoder:
                  num_positions: int):
         """output: makes what a decoder gives of hidden states; is_real: (R, S) bool, where the prompts are no padding
         """
-        self.model, self.decoder, self.output, self.is_real = model, decoder, output, is_real
+        self.output, self.is_real, self.decoder = output, is_real, copy(decoder)
+        self.decoder.forward = self.hidden_states  # other threads may use the model: this is a copy, of equal weights
+        self.model = with_decoder(model, decoder, self.decoder)
         self.layers, self.rotations = pack_decoder(decoder, num_positions)
         qkv, head_dim = self.layers.matrices[0], 2 * self.rotations.shape[1]
         heads = (len(qkv) // head_dim - self.layers.heads) // 2
@@ -87,7 +90,9 @@ class ReplayedDecoder:
     def logits(self, *new: Tensor) -> Tensor:
         """ids (R, N), positions (R, N), lengths (B,), ancestors (B, N, W) -> (R, N, V)"""
         N = new[0].shape[1]
-        inputs = self.inputs.setdefault(N, tuple(map(torch.clone, new)))
+        if N not in self.inputs:
+            self.inputs[N] = tuple(map(torch.clone, new))
+        inputs = self.inputs[N]
         for kept, tensor in zip(inputs, new):
             kept.copy_(tensor)
         self.num_runs[N] += 1
@@ -100,13 +105,22 @@ class ReplayedDecoder:
         return logits
 
     def read(self, ids: Tensor, positions: Tensor, lengths: Tensor, ancestors: Tensor) -> Tensor:
-        def forward(input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **_):
-            x = self.decoder.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-            return self.output(decoder_layers(x, self.layers, self.data, lengths, ancestors, positions, self.rotations,
-                                              key_mask=self.is_real))
+        self.nodes = lengths, ancestors, positions
+        return self.model(ids, position_ids=positions).logits
 
-        self.decoder.forward = forward  # around it the model does what it always does
-        try:
-            return self.model(ids, position_ids=positions).logits
-        finally:
-            del self.decoder.forward
+    def hidden_states(self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **_):
+        """What the decoder's forward is here; around it the model does what it always does."""
+        x = self.decoder.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        return self.output(decoder_layers(x, self.layers, self.data, *self.nodes, self.rotations,
+                                          key_mask=self.is_real))
+
+
+def with_decoder(module: nn.Module, decoder: nn.Module, other: nn.Module) -> nn.Module:
+    """A copy of a module that has `other` in the place of a decoder, and all its other parts."""
+    if module is decoder:
+        return other
+    new = copy(module)
+    new._modules = {name: with_decoder(part, decoder, other) if part is not None and decoder in [*part.modules()]
+                    else part
+                    for name, part in module._modules.items()}
+    return new

@@ -1,7 +1,8 @@
-"""decoder_layers on a GPU: PyTorch's products, and between them the ops for few rows, at most ten launches a layer."""
+"""decoder_layers on a GPU: PyTorch's products, and between them the ops for few rows."""
 import torch
 from torch.nn.functional import linear
 
+from .._define import _undisturbed
 from ..decoder_layers import plain_layers
 
 ops = torch.ops.specvis_kernels
@@ -21,6 +22,7 @@ def add_norm(stream, update, weight, eps):
     return ops.rms_norm(update, weight, stream, eps)
 
 
+@_undisturbed
 def decoder_layers(x, matrices, vectors, last_norm, kv_cache, lengths, ancestors, positions, rotations, key_mask, heads,
                    ffn_dim, first_node, eps, head_eps, has_first_norm, has_head_norms, rotates_halves):
     R, N, E = x.shape

@@ -114,7 +114,9 @@ def test_weights_are_read_where_they_are(case, more, monkeypatch):
     *sizes, options = case if isinstance(case[-1], dict) else (*case, {})
     args, kwargs = make("decoder_layers", *sizes, options | more | {"in_panels": False})
     expected = run("decoder_layers", args, kwargs, "oracle")
-    assert_agree("decoder_layers", run("decoder_layers", args, kwargs, "triton"), expected, "triton")
+    with torch.autocast("cpu", torch.bfloat16):  # which changes no op
+        assert_agree("decoder_layers", run("decoder_layers", args, kwargs, "triton"), expected, "triton")
+    assert all(v.is_contiguous() for v in args[1].vectors)
     if not more:  # in panels, too
         in_panels, _ = make("decoder_layers", *sizes, options | {"in_panels": True})
         for backend in ("oracle", "triton"):

@@ -34,7 +34,7 @@ SHAPES = {"XL": (20, 20, 64, 1280, 3584, False, False), "Emu3": (32, 8, 128, 409
 @pytest.mark.parametrize("model", SHAPES)
 @torch.inference_mode()
 def test_launches_of_a_layer(model):
-    """Five products, two norms, a rotation, the gate, and attention, whose parts a second kernel merges for few rows.
+    """Four products, two norms, a rotation, the gate, and attention, whose parts a second kernel merges for few rows.
     What two layers launch and one does not is a layer's."""
     H, G, D, E, F, has_more, has_out_norms = SHAPES[model]
 

@@ -129,6 +129,7 @@ def test_logits_are_the_models_own(targets, family, attention, request):
     if attention == "as_on_a_gpu":
         request.getfixturevalue(attention)
         target, attention = copy.deepcopy(target), "decoder_layers"
+        target.model.requires_grad_(False)
     if attention == "decoder_layers" and family == "glm" and IN_PANELS:
         with pytest.raises(ValueError, match="model must have layers as Llama, Emu3 or Chameleon have them, got"):
             target.use_decoder_layers()
@@ -428,7 +429,7 @@ def bytes_of(model):
 def test_on_a_gpu_the_weights_are_the_model_s_own(family, tmp_path, as_on_a_gpu):
     """Saved, copied, converted and written to, the model is what it was, and is read as it is then."""
     target = target_of(family)
-    model, size = target.model, bytes_of(target.model)
+    model, size = target.model.requires_grad_(False), bytes_of(target.model)
 
     def tokens(model, packed=True):
         new = copy.copy(target)
@@ -442,18 +443,24 @@ def test_on_a_gpu_the_weights_are_the_model_s_own(family, tmp_path, as_on_a_gpu)
     assert torch.equal(tokens(model), expected) and bytes_of(model) == size
     model.save_pretrained(tmp_path)
     assert sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")) < 1.1 * size
-    assert torch.equal(tokens(type(model).from_pretrained(tmp_path).eval()), expected)
+    assert torch.equal(tokens(type(model).from_pretrained(tmp_path).eval().requires_grad_(False)), expected)
     copied = copy.deepcopy(model)
     assert torch.equal(tokens(copied), expected) and bytes_of(copied) == size
     mlp = copied.get_submodule(next(name for name, _ in copied.named_modules() if name.endswith("layers.1.mlp")))
     mlp.down_proj.weight += torch.randn(mlp.down_proj.weight.shape)  # as an adapter that is merged
     assert torch.equal(tokens(copied), tokens(copied, False)) and not torch.equal(tokens(copied), expected)
     copied.load_state_dict({name: w.clone() for name, w in model.state_dict().items()}, assign=True)
+    copied.requires_grad_(False)
     assert torch.equal(tokens(copied), expected) and torch.equal(tokens(model), expected)
     tokens(copied.bfloat16())
+    copied = copy.deepcopy(model)
+    with torch.inference_mode():
+        tokens(copied)
+    assert not any(weight.is_inference() for weight in copied.parameters())  # they can be trained
 
 
 @pytest.mark.parametrize("change, reason", [
+    (lambda d: d.layers[0].mlp.requires_grad_(True), "weights that require gradients, which must not share memory"),
     (lambda d: d.layers[1].mlp.down_proj.half(), "weights of more than one dtype, torch.float16, torch.float32"),
     (lambda d: d.layers[0].mlp.to("meta"), "weights of more than one device, cpu, meta"),
     (lambda d: d.layers.double() and d.norm.double(), "weights of torch.float64 on cpu"),
@@ -462,6 +469,7 @@ def test_on_a_gpu_the_weights_are_the_model_s_own(family, tmp_path, as_on_a_gpu)
     (lambda d: setattr(d.rotary_emb, "rope_type", "dynamic"), "dynamic rotary embeddings, which follow the length")])
 def test_a_model_that_modules_read_says_why(change, reason, as_on_a_gpu):
     target = target_of("janus")
+    target.model.requires_grad_(False)
     target.new_cache(1, 1)
     assert target.can_replay
     change(target.decoder)

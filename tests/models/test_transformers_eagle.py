@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from specvis import METHODS, Sampling, decode, jacobi_decode, method, speculative_decode
 from specvis.decoding.bounds import vanilla_residual
 from specvis.decoding.draft_model import EagleDraftModel, SmallDraftModel
+from specvis.decoding.graphs import GRAPHS
 from specvis.decoding.methods import parse_method
 from specvis.decoding.sampling import cfg_inputs
 from specvis.models.interface import DraftModel, Nodes, has_guidance, id_range, num_tokens
@@ -102,8 +103,9 @@ def test_every_method_decodes_and_greedy_lossless_ones_as_plain_decoding(target)
 def test_steps_are_run_again(family, name, request, as_on_a_gpu):
     """As CUDA graphs on a GPU: nothing that a step needs is in Python but its shapes."""
     target, m = target_of(family), parse_method(name)
+    target.model.requires_grad_(False)
     condition, mask = target.condition(PROMPTS)
-    draft_model = EagleDraftModel(target, head_for(target), *cfg_inputs(target, condition, mask))
+    draft_model = EagleDraftModel(target, head_for(target).requires_grad_(False), *cfg_inputs(target, condition, mask))
 
     def decoded():
         if m.drafting in ("jacobi", "none"):
@@ -111,13 +113,20 @@ def test_steps_are_run_again(family, name, request, as_on_a_gpu):
         return speculative_decode(target, draft_model, condition, mask, sampling_for(target), m,
                                   codebook_neighbors(target.codebook, 5) if m.num_neighbors else None)
 
-    expected, replays = decoded(), Recorded.num_replays
-    assert target.can_replay and (not m.num_neighbors or draft_model.can_replay)
     request.getfixturevalue("recorded")
-    assert torch.equal(decoded().tokens, expected.tokens) and Recorded.num_replays > replays
+    expected, replays = decoded(), Recorded.num_replays  # of the first decoding, too
+    assert target.can_replay and (not m.num_neighbors or draft_model.can_replay) and replays > 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(GRAPHS, "cpu")
+        assert torch.equal(decoded().tokens, expected.tokens) and Recorded.num_replays == replays
+    calls = []
+    hook = target.model.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))
+    decoded()  # by a hook that a replay would not call
+    assert not target.can_replay and Recorded.num_replays == replays
+    hook.remove()
     target.packing = None
-    assert not target.can_replay
     read_by_modules = decoded()
+    assert Recorded.num_replays == replays
     assert (read_by_modules.tokens == expected.tokens).float().mean() > 0.9  # float32: a draw may lie between two
 
 

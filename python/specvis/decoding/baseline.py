@@ -74,8 +74,9 @@ class BaselineState:
         """padding_mask (R, S) bool"""
         B, L, device = len(num_known), num_tokens(target), padding_mask.device
         self.target, self.padding_mask, self.sampling, self.num_tokens = target, padding_mask, sampling, L
-        self.num_columns, self.num_known, self.can_replay = target.prefix_len + L, num_known, can_replay(target)
+        self.num_columns, self.num_known = target.prefix_len + L, num_known
         self.cache = new_cache(target, len(padding_mask), self.num_columns)
+        self.can_replay = can_replay(target)  # which may depend on what new_cache found
         self.tokens = torch.full((B, L), -1, dtype=torch.int64, device=device)  # -1: not known
         if known_tokens is not None:
             self.tokens[:, :known_tokens.shape[1]] = known_tokens

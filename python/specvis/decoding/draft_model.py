@@ -54,8 +54,12 @@ class SmallDraftModel:
     def __init__(self, model: TargetModel, condition: Tensor, padding_mask: Tensor):
         """What `cfg_inputs` gives for this model: condition (R, S, dim), padding_mask (R, S) bool."""
         self.model, self.condition, self.padding_mask = model, condition, padding_mask
-        self.logits, self.prefix_len, self.can_replay = model.logits, model.prefix_len, can_replay(model)
+        self.logits, self.prefix_len = model.logits, model.prefix_len
         self.grid, self.vocab_size = model.grid, model.vocab_size
+
+    @property
+    def can_replay(self) -> bool:
+        return can_replay(self.model)
 
     def select(self, requests: list[int]) -> "SmallDraftModel":
         rows = selected_rows(self, self.model, requests)

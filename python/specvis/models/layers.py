@@ -23,8 +23,9 @@ class Packing:
     weights themselves, of which some share memory then.
 
     A model calls `check` in `new_cache`, where a decoding begins, and `get` at each read. The weights are packed anew
-    when they have changed. `check` alone sees modules that are replaced and, by their numbers, copies of what was
-    written through `weight.data`. After a read with gradients `get` checks too: an optimizer may write without a trace.
+    when they have changed. Only `check` sees that a module was replaced, or that numbers were written through
+    `weight.data` where there is a copy. After a read with gradients `get` checks too: an optimizer may write without a
+    trace.
     """
 
     def __init__(self):
@@ -66,7 +67,7 @@ class Packing:
             return
         sums = [zlib.crc32(weight.detach().contiguous().view(torch.uint8).numpy())
                 for weight in self.weights if is_copied]
-        if self.packed is None or self.state_now() != self.state or sums != self.sums:
+        if not is_copied or self.packed is None or self.state_now() != self.state or sums != self.sums:
             self.packed = pack()
         self.state, self.sums = self.state_now(), sums
 

@@ -18,7 +18,15 @@ from torch import Tensor, nn
 
 from specvis_kernels import decoder_layers
 from specvis_kernels.compat._hosts import MASKED, check_model, unwrapped
-from specvis_kernels.compat._layers import IN_PANELS, is_unchanged, pack_decoder, parts_of, rotations_of, why_not
+from specvis_kernels.compat._layers import (
+    IN_PANELS,
+    are_unchanged,
+    is_unchanged,
+    pack_decoder,
+    parts_of,
+    rotations_of,
+    why_not,
+)
 
 from . import layers
 from .interface import Nodes, inference, num_tokens
@@ -97,6 +105,7 @@ class ImageModel:
         are_in_order = self.ids[:len(ids)].tolist() == list(range(first, last))
         self.head_rows = slice(first, last) if are_in_order else self.ids[:len(ids)]  # a slice is not copied
         self.packing, self.num_layers = None, self.config.num_hidden_layers  # packing: see use_decoder_layers
+        self.is_replayable = False  # new_cache asks
         if self.device.type not in IN_PANELS:
             self.packing = Packing()
         self.check_model()
@@ -136,7 +145,8 @@ class ImageModel:
         decoding begins after the layers were given hooks, adapters or quantized weights.
 
         Raises:
-            ValueError: the layers are not like Llama's, Emu3's or Chameleon's, or have no dtype that the op reads
+            ValueError: the layers are not like Llama's, Emu3's, Chameleon's or, on a GPU, GLM-Image's, or have no dtype
+                that the op reads
         """
         self.packing = Packing()
         self.pack_layers()
@@ -153,10 +163,8 @@ class ImageModel:
 
     @property
     def can_replay(self) -> bool:
-        """Whether CUDA graphs can hold a step: one op reads the layers, and nobody's hooks bring other weights."""
-        is_packed = bool(layers.USE_KERNELS and self.packing and self.packing.packed)
-        ends = self.embed, self.model.get_output_embeddings()
-        return is_packed and all(is_unchanged(module, (type(module),)) for module in ends if module)
+        """Whether CUDA graphs can hold a step: one op reads the layers, and no module runs anybody's hooks."""
+        return layers.USE_KERNELS and self.is_replayable
 
     # --- prompts ---
 
@@ -229,6 +237,8 @@ class ImageModel:
         self.check_model()
         if self.packing:
             self.pack_layers()
+        self.is_replayable = bool(self.packing and self.packing.packed) and are_unchanged(self.model)
+        if self.packing:
             if self.packing.why_not and self.device.type not in IN_PANELS:
                 warnings.warn("the model's own modules read each step, without CUDA graphs: decoder_layers cannot read "
                               f"{self.packing.why_not}", stacklevel=2)  # which Python shows once

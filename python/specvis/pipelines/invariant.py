@@ -26,7 +26,7 @@ def batch_invariant(device: torch.device | str = "cuda"):
         ValueError:   the device is no NVIDIA GPU of compute capability 9.0 or newer, or there is no Triton
         RuntimeError: CUDA runs already, and the environment does not have the variables
     """
-    if not torch.cuda.is_available() or str(device).partition(":")[0] != "cuda":
+    if not torch.cuda.is_available() or torch.device(device).type != "cuda":
         yield
         return
     is_late = torch.cuda.is_initialized() and not os.environ.items() >= WORKSPACES.items()
