@@ -260,8 +260,9 @@ def decoder_layers(x: Tensor, layers: PackedLayers, kv_cache: Tensor, lengths: T
     check_eps("layers.head_eps", layers.head_eps)
     if key_mask is not None:
         check("key_mask", key_mask, torch.bool, like=x, R=R, S=check_dims("key_mask", key_mask, "RS")[1])
-    return _call(backend, x, *layers[:3], kv_cache, lengths, for_each(ancestors, B), positions, rotations, key_mask,
-                 *layers[3:5], first_node, *layers[5:])
+    matrices, vectors = ([tensor.contiguous() for tensor in tensors] for tensors in layers[:2])
+    return _call(backend, x, matrices, vectors, layers.last_norm, kv_cache, lengths, for_each(ancestors, B), positions,
+                 rotations, key_mask, *layers[3:5], first_node, *layers[5:])
 
 
 def check_sizes(layers: PackedLayers, x: Tensor, L: int, H: int, Hkv: int, D: int, ffn_dim: int) -> None:

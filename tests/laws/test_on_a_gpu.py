@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from specvis.decoding.graphs import GRAPHS, CUDAGraphs
 from specvis.decoding.sampling import Sampling
 from specvis_kernels import backends
+from specvis_kernels.compat._replay import GRAPHS, CUDAGraphs
 from tests import cases
 from tests.cases.comparing import make, run, same, tensors_of
 from tests.decoding.pictures import PROMPTS
