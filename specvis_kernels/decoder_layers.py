@@ -310,11 +310,11 @@ def plain_layers(matrices: list[Tensor], vectors: list[Tensor], E: int, H: int, 
     ends, Q, padded_F = matrix_sizes(E, H, Hkv, D, ffn_dim), (H + 2 * Hkv) * D, padded(ffn_dim)
     for matrix, vector in zip(matrices[0], vectors[0]):
         qkv, out, gate_up, down = (matrix[begin:end] for begin, end in zip([0, *ends], ends))
-        gate, up = (unpacked(part, ffn_dim, E) for part in gate_up.view(-1, 2, E * PANEL).unbind(1))
+        gate, up = (unpacked(part, padded_F, E) for part in gate_up.view(-1, 2, E * PANEL).unbind(1))
         first_norm, ffn_norm, out_bias, qkv_bias, *norms = vector.split(vector_sizes(E, H, Hkv, D, has_head_norms))
         scale, shift = (norm.view(-1, D) if has_head_norms else None for norm in norms)
         yield [unpacked(qkv, Q, E), unpacked(out, E, H * D), torch.cat([gate, up]),
-               unpacked(down, E, padded_F)[:, :ffn_dim], first_norm if has_first_norm else None, ffn_norm, out_bias,
+               unpacked(down, E, padded_F), first_norm if has_first_norm else None, ffn_norm, out_bias,
                qkv_bias, scale, shift, None, None]
 
 
