@@ -1,4 +1,4 @@
-"""What guidance, temperature, top-k and top-p make of logits: for guided_probs, draw_tokens and verify_logits."""
+"""What guidance, temperature, top-k, top-p and min-p make of logits, for guided_probs and the ops that begin by it."""
 from typing import NamedTuple
 
 import torch
@@ -37,8 +37,8 @@ def check_logits(logits: Tensor, uncond: Tensor | None, nodes: str = "N",
 
 
 def check_settings(guidance: Tensor | float | None, temperature: Tensor | float, top_k: Tensor | int | None,
-                   top_p: Tensor | float | None, like: Tensor,
-                   uncond: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                   top_p: Tensor | float | None, min_p: Tensor | float | None, like: Tensor,
+                   uncond: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Raise ValueError unless each is a tensor (B,) or one number for all requests; returns the tensors.
 
     Without `uncond` no kernel looks at the guidance: it may be None, and a number must be 1. Filters of None are off.
@@ -52,7 +52,8 @@ def check_settings(guidance: Tensor | float | None, temperature: Tensor | float,
     return (setting("guidance", guidance, torch.float32, like, B=B),
             setting("temperature", temperature, torch.float32, like, at_least=0, B=B),
             setting("top_k", 0 if top_k is None else top_k, torch.int32, like, B=B),
-            setting("top_p", 1.0 if top_p is None else top_p, torch.float32, like, at_least=0, at_most=1, B=B))
+            setting("top_p", 1.0 if top_p is None else top_p, torch.float32, like, at_least=0, at_most=1, B=B),
+            None if min_p is None else setting("min_p", min_p, torch.float32, like, at_least=0, at_most=1, B=B))
 
 
 def check_filters(id_range: Tensor | tuple[int, int] | None, filters: str, like: Tensor,
@@ -88,7 +89,7 @@ def to_mass(e: Tensor) -> Tensor:
 
 
 def filter_logits(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temperature: Tensor, top_k: Tensor,
-                  top_p: Tensor, id_range: Tensor, filters: str) -> Filtered:
+                  top_p: Tensor, min_p: Tensor | None, id_range: Tensor, filters: str) -> Filtered:
     """Filter rows with the arguments of `guided_probs`; id_range is a tensor (B, N, 2)."""
     V = logits.shape[-1]
     first_id, last_id = id_range[..., :1], id_range[..., 1:]
@@ -123,4 +124,7 @@ def filter_logits(logits: Tensor, uncond: Tensor | None, guidance: Tensor, tempe
     crossing = (mass_before < limit).sum(-1, keepdim=True) - 1
     has_top_p = is_sampled & (top_p > 0) & (top_p < 1)
     is_kept = is_kept & (~has_top_p | (x >= descending.gather(-1, crossing.clamp(min=0)))) & is_valid
+    if min_p is not None:
+        least = torch.where(is_sampled & (min_p > 0)[:, None, None], min_p.clamp(max=1.0)[:, None, None], 0.0)
+        is_kept = is_kept & (exp(x - best) >= least)
     return Filtered(torch.where(is_kept, x - best, -torch.inf), is_kept, is_valid[..., 0], is_sampled[..., 0])

@@ -21,9 +21,9 @@ class DraftChildrenResult(NamedTuple):
 
 def draft_children(logits: Tensor, uncond: Tensor | None, uniforms: Tensor | None, guidance: Tensor | float | None,
                    temperature: Tensor | float, top_k: Tensor | int | None, top_p: Tensor | float | None, *,
-                   seeds: Seeds | None = None, positions: Tensor | None = None, num_children: int | None = None,
-                   id_range: Tensor | tuple[int, int] | None = None, filters: str = "k_then_p",
-                   backend: str | None = None) -> DraftChildrenResult:
+                   min_p: Tensor | float | None = None, seeds: Seeds | None = None, positions: Tensor | None = None,
+                   num_children: int | None = None, id_range: Tensor | tuple[int, int] | None = None,
+                   filters: str = "k_then_p", backend: str | None = None) -> DraftChildrenResult:
     """Draw the children of a static tree's nodes from the draft model's logits.
 
     This is `guided_probs` and then `draw_children`, bit for bit: from each row of probabilities K different tokens are
@@ -41,10 +41,11 @@ def draft_children(logits: Tensor, uncond: Tensor | None, uniforms: Tensor | Non
         logits:        (B, F, V) float32, float16 or bfloat16   of the draft model after each of F nodes
         uncond:        (B, F, V) the same dtype                 without the condition; None: no guidance
         uniforms:      (B, F, K) float32   in [0, 1), one for each child; None: draw with the noise of `seeds`
-        guidance:      (B,) float32 or a number   these four as in `guided_probs`; None without `uncond`
+        guidance:      (B,) float32 or a number   these five as in `guided_probs`; None without `uncond`
         temperature:   (B,) float32 or a number
         top_k:         (B,) int32 or int64, or a number
         top_p:         (B,) float32 or a number
+        min_p:         (B,) float32 or a number
         seeds:         (B,) int32 or int64, or integers   one for each request; None: draw with `uniforms`
         positions:     (B, F) int32 or int64   of the token that follows each node; the low 32 bits count. Only with
                                                seeds
@@ -76,17 +77,18 @@ def draft_children(logits: Tensor, uncond: Tensor | None, uniforms: Tensor | Non
         tensor([[[1, 2, 0]]])
     """
     B, F, V = check_logits(logits, uncond, nodes="F")
-    settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
+    settings = check_settings(guidance, temperature, top_k, top_p, min_p, logits, uncond)
     ids = check_filters(id_range, filters, like=logits, nodes="F")
     uniforms, *noise, num_children = check_draws(uniforms, seeds, positions, num_children, like=logits)
     return _call(backend, logits, uncond, uniforms, *settings, *noise, *ids, filters, num_children)
 
 
 def _oracle(logits: Tensor, uncond: Tensor | None, uniforms: Tensor | None, guidance: Tensor, temperature: Tensor,
-            top_k: Tensor, top_p: Tensor, seeds: Tensor | None, positions: Tensor | None, id_range: Tensor | None,
-            first_id: int, last_id: int, filters: str, num_children: int):
+            top_k: Tensor, top_p: Tensor, min_p: Tensor | None, seeds: Tensor | None, positions: Tensor | None,
+            id_range: Tensor | None, first_id: int, last_id: int, filters: str, num_children: int):
     (B, F, _), K = logits.shape, num_children
-    probs, _ = guided_probs(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters)
+    probs, _ = guided_probs(logits, uncond, guidance, temperature, top_k, top_p, min_p, id_range, first_id, last_id,
+                            filters)
     tokens, _, status = draw_children(probs, uniforms, seeds, positions, K)
     width = torch.full((B,), K, dtype=torch.int32, device=logits.device)
     likeliest = expand_tree(probs, probs.new_zeros(B, F), width, K)[0]

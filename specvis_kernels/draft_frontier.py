@@ -26,8 +26,9 @@ class DraftFrontierResult(NamedTuple):
 def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancestors: Tensor, candidates: Tensor,
                    width: Tensor, depth: Tensor, guidance: Tensor | float | None, temperature: Tensor | float,
                    top_k: Tensor | int | None, top_p: Tensor | float | None, *, num_children: int, level: int,
-                   first_node: int, first_candidate: int, id_range: Tensor | tuple[int, int] | None = None,
-                   filters: str = "k_then_p", backend: str | None = None) -> DraftFrontierResult:
+                   first_node: int, first_candidate: int, min_p: Tensor | float | None = None,
+                   id_range: Tensor | tuple[int, int] | None = None, filters: str = "k_then_p",
+                   backend: str | None = None) -> DraftFrontierResult:
     """Draft a level of a dynamic tree: the children of F nodes, and the K nodes that the draft model reads next.
 
     This is `guided_probs` and then `expand_tree`, bit for bit, but no row of probabilities is written. It also returns
@@ -53,10 +54,11 @@ def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancest
         candidates:       (B, F) int32 or int64   which candidate each node was; -1: the root, or unused
         width:            (B,) int32 or int64     children per node and size of the next level; clamped to 1..K
         depth:            (B,) or (1,) int32 or int64   how many levels each request's tree has
-        guidance:         (B,) float32 or a number   these four as in `guided_probs`; None without `uncond`
+        guidance:         (B,) float32 or a number   these five as in `guided_probs`; None without `uncond`
         temperature:      (B,) float32 or a number
         top_k:            (B,) int32 or int64, or a number
         top_p:            (B,) float32 or a number
+        min_p:            (B,) float32 or a number
         num_children:     K, the largest width
         level:            the children's level: 1 for the root's children
         first_node:       how many nodes the draft model has read; first_node + K must fit in the W words
@@ -109,7 +111,7 @@ def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancest
     candidates = integers("candidates", candidates, torch.int32, logits, B=B, F=F)
     width = integers("width", width, torch.int32, logits, B=B)
     depth = integers("depth", depth, torch.int64, logits, may_be_one=True, B=B)
-    settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
+    settings = check_settings(guidance, temperature, top_k, top_p, min_p, logits, uncond)
     ids = check_filters(id_range, filters, like=logits, nodes="F")
     num_children = check_count("num_children", num_children, 1, MOST // F)
     level = check_count("level", level, 1)
@@ -123,11 +125,12 @@ def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancest
 
 
 def _oracle(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancestors: Tensor, candidates: Tensor, width: Tensor,
-            depth: Tensor, guidance: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, id_range: Tensor | None,
-            first_id: int, last_id: int, filters: str, num_children: int, level: int, first_node: int,
-            first_candidate: int):
+            depth: Tensor, guidance: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None,
+            id_range: Tensor | None, first_id: int, last_id: int, filters: str, num_children: int, level: int,
+            first_node: int, first_candidate: int):
     (B, W), K = (len(logits), ancestors.shape[2]), num_children
-    probs, _ = guided_probs(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters)
+    probs, _ = guided_probs(logits, uncond, guidance, temperature, top_k, top_p, min_p, id_range, first_id, last_id,
+                            filters)
     tokens, child_scores, frontier, status = expand_tree(probs, scores, width, K)
     tokens, child_scores = tokens.flatten(1), child_scores.flatten(1)
 

@@ -20,11 +20,12 @@ class DrawTokensResult(NamedTuple):
 
 def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float | None, temperature: Tensor | float,
                 top_k: Tensor | int | None, top_p: Tensor | float | None, seeds: Seeds, positions: Tensor, *,
-                id_range: Tensor | tuple[int, int] | None = None, filters: str = "k_then_p",
-                guesses: Tensor | None = None, ahead: int = 0, backend: str | None = None) -> DrawTokensResult:
+                min_p: Tensor | float | None = None, id_range: Tensor | tuple[int, int] | None = None,
+                filters: str = "k_then_p", guesses: Tensor | None = None, ahead: int = 0,
+                backend: str | None = None) -> DrawTokensResult:
     """Draw one token from each row of logits. The seed and the position decide the noise, and nothing else does.
 
-    Guidance, temperature, top-k and top-p work as in `guided_probs`, and keep the same ids. Then
+    Guidance, temperature, top-k, top-p and min-p work as in `guided_probs`, and keep the same ids. Then
 
         token = argmax over the kept ids of (logit / temperature + g)
 
@@ -52,6 +53,7 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
         temperature:  (B,) float32 or a number   >= 0
         top_k:        (B,) int32 or int64, or a number   off if <= 0 or at least the number of ids; None: off
         top_p:        (B,) float32 or a number in [0, 1]   off if <= 0 or >= 1; None: off
+        min_p:        (B,) float32 or a number in [0, 1]   off if <= 0; None: off
         seeds:        (B,) int32 or int64, or integers   one for each request
         positions:    (B, N) int32 or int64   of the token that each row predicts; the low 32 bits count
         id_range:     two integers first, last: the ids [first, last) that every row may draw; or (B, N, 2) int32
@@ -82,7 +84,7 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
         tensor([3], dtype=torch.int32)
     """
     B, N, V = check_logits(logits, uncond)
-    settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
+    settings = check_settings(guidance, temperature, top_k, top_p, min_p, logits, uncond)
     seeds = check_seeds(seeds, logits, B)
     positions = integers("positions", positions, torch.int64, logits, B=B, N=N)
     ids = check_filters(id_range, filters, like=logits)
@@ -93,11 +95,11 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
 
 
 def _oracle(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,
-            seeds: Tensor, positions: Tensor, id_range: Tensor | None, first_id: int, last_id: int, filters: str,
-            guesses: Tensor | None, ahead: int):
+            min_p: Tensor | None, seeds: Tensor, positions: Tensor, id_range: Tensor | None, first_id: int,
+            last_id: int, filters: str, guesses: Tensor | None, ahead: int):
     V = logits.shape[-1]
     id_range = range_of_nodes(id_range, first_id, last_id, like=logits)
-    row = filter_logits(logits, uncond, guidance, temperature, top_k, top_p, id_range, filters)
+    row = filter_logits(logits, uncond, guidance, temperature, top_k, top_p, min_p, id_range, filters)
 
     def draw(positions):
         noise = torch.where(row.is_sampled[..., None], gumbel_noise(seeds, positions, V), 0.0)

@@ -19,12 +19,13 @@ class TokenLogProbsResult(NamedTuple):
 
 def token_log_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float | None,
                     temperature: Tensor | float, top_k: Tensor | int | None, top_p: Tensor | float | None,
-                    tokens: Tensor, *, rows: Tensor | None = None, id_range: Tensor | tuple[int, int] | None = None,
-                    filters: str = "k_then_p", backend: str | None = None) -> TokenLogProbsResult:
+                    tokens: Tensor, *, min_p: Tensor | float | None = None, rows: Tensor | None = None,
+                    id_range: Tensor | tuple[int, int] | None = None, filters: str = "k_then_p",
+                    backend: str | None = None) -> TokenLogProbsResult:
     """Compute the log-probabilities of given tokens: in the distribution they are sampled from, and without filters.
 
-    Guidance, temperature, top-k and top-p work as in `guided_probs`, and keep the same ids. With x the logits after
-    guidance and temperature, over the row's range of ids:
+    Guidance, temperature, top-k, top-p and min-p work as in `guided_probs`, and keep the same ids. With x the logits
+    after guidance and temperature, over the row's range of ids:
 
         sampled = x[token] - log(sum of exp(x) over the kept ids), -inf for an id that is not kept
         full    = x[token] - log(sum of exp(x) over all ids)
@@ -42,6 +43,7 @@ def token_log_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | fl
         temperature:  (B,) float32 or a number   >= 0
         top_k:        (B,) int32 or int64, or a number   off if <= 0 or at least the number of ids; None: off
         top_p:        (B,) float32 or a number in [0, 1]   off if <= 0 or >= 1; None: off
+        min_p:        (B,) float32 or a number in [0, 1]   off if <= 0; None: off
         tokens:       (B, K) int32 or int64   a token outside the row's range of ids has log-probability -inf
         rows:         (B, K) int32 or int64   which of the N rows predicts each token; negative: there is no token.
                                               None: row k predicts token k, and K is N
@@ -69,7 +71,7 @@ def token_log_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | fl
         (tensor([[0.6667]]), tensor([[0.5000]]))
     """
     B, N, V = check_logits(logits, uncond)
-    settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
+    settings = check_settings(guidance, temperature, top_k, top_p, min_p, logits, uncond)
     ids = check_filters(id_range, filters, like=logits)
     K = N
     if rows is not None:
@@ -80,7 +82,8 @@ def token_log_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | fl
 
 
 def _oracle(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,
-            tokens: Tensor, rows: Tensor | None, id_range: Tensor | None, first_id: int, last_id: int, filters: str):
+            min_p: Tensor | None, tokens: Tensor, rows: Tensor | None, id_range: Tensor | None, first_id: int,
+            last_id: int, filters: str):
     B, N, V = logits.shape
     if rows is None:
         rows = torch.arange(N, device=logits.device).expand(B, N)
@@ -88,14 +91,14 @@ def _oracle(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temperature
     request, row, token = torch.arange(B, device=logits.device)[:, None], rows.clamp(0, N - 1), tokens.clamp(0, V - 1)
     is_id, has_token = tokens == token, rows >= 0
 
-    def log_probs(top_k, top_p):
-        kept = filter_logits(logits, uncond, guidance, temperature, top_k, top_p, id_range, filters)
+    def log_probs(top_k, top_p, min_p):
+        kept = filter_logits(logits, uncond, guidance, temperature, top_k, top_p, min_p, id_range, filters)
         total = (to_mass(exp(kept.margins)).sum(-1).double() / MASS_ONE).float()  # equal in any order of summation
         margins = torch.where(is_id & (rows < N), kept.margins[request, row, token], -torch.inf)
         return margins, margins - log(torch.where(kept.is_valid, total, 1.0))[request, row], kept.is_valid[request, row]
 
-    margins, full, is_valid = log_probs(torch.zeros_like(top_k), torch.zeros_like(top_p))
-    _, sampled, _ = log_probs(top_k, top_p)
+    margins, full, is_valid = log_probs(torch.zeros_like(top_k), torch.zeros_like(top_p), None)
+    _, sampled, _ = log_probs(top_k, top_p, min_p)
     greedy = torch.where(margins == 0, 0.0, margins.new_tensor(-torch.inf))
     sampled = torch.where(temperature[:, None] == 0, greedy, sampled)
     sampled, full = (torch.where(has_token, x, 0.0) for x in (sampled, full))

@@ -14,12 +14,12 @@ from .verify_tree import Rule, VerifyResult, check_rule, verify_rows
 
 def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_child: Tensor, next_sibling: Tensor,
                   uniforms: Tensor | None, guidance: Tensor | float | None, temperature: Tensor | float,
-                  top_k: Tensor | int | None, top_p: Tensor | float | None, *, max_depth: int | None = None,
-                  id_range: Tensor | tuple[int, int] | None = None, filters: str = "k_then_p",
-                  draft_probs: Tensor | None = None, draft_row: Tensor | None = None, neighbors: Tensor | None = None,
-                  delta: Tensor | float | None = None, cutoff: str = "tvd", offset: int = 0,
-                  omega: Tensor | float | None = None, residual: str = "optimal", empty: str = "target",
-                  seeds: Seeds | None = None, positions: Tensor | None = None,
+                  top_k: Tensor | int | None, top_p: Tensor | float | None, *, min_p: Tensor | float | None = None,
+                  max_depth: int | None = None, id_range: Tensor | tuple[int, int] | None = None,
+                  filters: str = "k_then_p", draft_probs: Tensor | None = None, draft_row: Tensor | None = None,
+                  neighbors: Tensor | None = None, delta: Tensor | float | None = None, cutoff: str = "tvd",
+                  offset: int = 0, omega: Tensor | float | None = None, residual: str = "optimal",
+                  empty: str = "target", seeds: Seeds | None = None, positions: Tensor | None = None,
                   backend: str | None = None) -> VerifyResult:
     """Accept drafted tokens along one path of each request's tree, straight from the logits of the tree's nodes.
 
@@ -50,6 +50,7 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
         temperature:   (B,) float32 or a number   >= 0; requests of temperature 0 are greedy
         top_k:         (B,) int32 or int64, or a number   off if <= 0 or at least the number of ids; None: off
         top_p:         (B,) float32 or a number in [0, 1]   off if <= 0 or >= 1; None: off
+        min_p:         (B,) float32 or a number in [0, 1]   off if <= 0; None: off
         max_depth:     P, the most nodes that can be accepted; None: N - 1
         id_range:      two integers first, last: the ids [first, last) of every row; or (B, N, 2) int32 or int64, the
                        ids of each row: [x, x + 1) forces token x. None: all ids
@@ -97,7 +98,7 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
     """
     B, N, V = check_logits(logits, uncond)
     *tree, max_depth = check_tree(tokens, first_child, next_sibling, max_depth, logits)
-    settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
+    settings = check_settings(guidance, temperature, top_k, top_p, min_p, logits, uncond)
     ids = check_filters(id_range, filters, like=logits)
     draft_row, delta, omega, offset = check_rule(draft_probs, draft_row, neighbors, delta, cutoff, offset, omega,
                                                  residual, empty, max_depth, logits)
@@ -120,10 +121,11 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
 
 def _oracle(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_child: Tensor, next_sibling: Tensor,
             uniforms: Tensor | None, guidance: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,
-            id_range: Tensor | None, draft_probs: Tensor | None, draft_row: Tensor | None, neighbors: Tensor | None,
-            delta: Tensor | None, omega: Tensor | None, seeds: Tensor | None, positions: Tensor | None, first_id: int,
-            last_id: int, filters: str, cutoff: str, offset: int, residual: str, empty: str, max_depth: int):
-    settings = (guidance, temperature, top_k, top_p)
+            min_p: Tensor | None, id_range: Tensor | None, draft_probs: Tensor | None, draft_row: Tensor | None,
+            neighbors: Tensor | None, delta: Tensor | None, omega: Tensor | None, seeds: Tensor | None,
+            positions: Tensor | None, first_id: int, last_id: int, filters: str, cutoff: str,
+            offset: int, residual: str, empty: str, max_depth: int):
+    settings = (guidance, temperature, top_k, top_p, min_p)
     ids = (id_range, first_id, last_id, filters)
     if seeds is None:
         target_probs, _ = guided_probs_oracle(logits, uncond, *settings, *ids)

@@ -86,7 +86,8 @@ class Device {
 // Rows of logits. `n` is the letter of how many rows a request has.
 inline LogitRows read_rows(Arguments& a, char n, const Tensor& logits, const MaybeTensor& uncond,
                            const Tensor& guidance, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
-                           const MaybeTensor& id_range, int64_t first_id, int64_t last_id, const std::string& filters) {
+                           const MaybeTensor& min_p, const MaybeTensor& id_range, int64_t first_id, int64_t last_id,
+                           const std::string& filters) {
   const char sizes[] = {'B', n, 'V', 0}, range_sizes[] = {'B', n, '2', 0};
   LogitRows rows = {};
   rows.type = a.read_floats("logits", logits, sizes, &rows.logits);
@@ -95,6 +96,7 @@ inline LogitRows read_rows(Arguments& a, char n, const Tensor& logits, const May
   a.read("temperature", temperature, "B", &rows.temperature);
   a.read("top_k", top_k, "B", &rows.top_k);
   a.read("top_p", top_p, "B", &rows.top_p);
+  a.read("min_p", min_p, "B", &rows.min_p);
   a.read("id_range", id_range, range_sizes, &rows.id_range);
   rows.top_p_first = a.name<int>("filters", filters, {"k_then_p", "p_then_k"});
   a.sizes(sizes, rows.B, rows.N, rows.V);

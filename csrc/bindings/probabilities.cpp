@@ -6,12 +6,13 @@ namespace {
 
 Tensors<3> draft_children(const Tensor& logits, const MaybeTensor& uncond, const MaybeTensor& uniforms,
                           const Tensor& guidance, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
-                          const MaybeTensor& seeds, const MaybeTensor& positions, const MaybeTensor& id_range,
-                          int64_t first_id, int64_t last_id, const std::string& filters, int64_t num_children) {
+                          const MaybeTensor& min_p, const MaybeTensor& seeds, const MaybeTensor& positions,
+                          const MaybeTensor& id_range, int64_t first_id, int64_t last_id, const std::string& filters,
+                          int64_t num_children) {
   Arguments a("draft_children", "FVK");
   DraftChildren batch = {};
-  batch.rows =
-      read_rows(a, 'F', logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
+  batch.rows = read_rows(a, 'F', logits, uncond, guidance, temperature, top_k, top_p, min_p, id_range, first_id,
+                         last_id, filters);
   a.size("num_children", num_children, 'K');
   read_randomness(a, batch, uniforms, "BFK", seeds, positions, "BF");
   const int64_t B = a.size('B'), F = a.size('F'), K = batch.K = num_children;
@@ -25,12 +26,13 @@ Tensors<3> draft_children(const Tensor& logits, const MaybeTensor& uncond, const
 Tensors<9> draft_frontier(const Tensor& logits, const MaybeTensor& uncond, const Tensor& scores,
                           const Tensor& ancestors, const Tensor& candidates, const Tensor& width, const Tensor& depth,
                           const Tensor& guidance, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
-                          const MaybeTensor& id_range, int64_t first_id, int64_t last_id, const std::string& filters,
-                          int64_t num_children, int64_t level, int64_t first_node, int64_t first_candidate) {
+                          const MaybeTensor& min_p, const MaybeTensor& id_range, int64_t first_id, int64_t last_id,
+                          const std::string& filters, int64_t num_children, int64_t level, int64_t first_node,
+                          int64_t first_candidate) {
   Arguments a("draft_frontier", "FVWK");
   DraftFrontier batch = {};
-  batch.rows =
-      read_rows(a, 'F', logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
+  batch.rows = read_rows(a, 'F', logits, uncond, guidance, temperature, top_k, top_p, min_p, id_range, first_id,
+                         last_id, filters);
   a.read("scores", scores, "BF", &batch.scores);
   a.read("ancestors", ancestors, "BFW", &batch.ancestors);
   a.read("candidates", candidates, "BF", &batch.candidates);
@@ -74,13 +76,13 @@ Tensors<3> draw_children(const Tensor& draft_probs, const MaybeTensor& uniforms,
 }
 
 Tensors<4> draw_tokens(const Tensor& logits, const MaybeTensor& uncond, const Tensor& guidance,
-                       const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& seeds,
-                       const Tensor& positions, const MaybeTensor& id_range, int64_t first_id, int64_t last_id,
-                       const std::string& filters, const MaybeTensor& guesses, int64_t ahead) {
+                       const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const MaybeTensor& min_p,
+                       const Tensor& seeds, const Tensor& positions, const MaybeTensor& id_range, int64_t first_id,
+                       int64_t last_id, const std::string& filters, const MaybeTensor& guesses, int64_t ahead) {
   Arguments a("draw_tokens", "NV");
   DrawTokens batch = {};
-  batch.rows =
-      read_rows(a, 'N', logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
+  batch.rows = read_rows(a, 'N', logits, uncond, guidance, temperature, top_k, top_p, min_p, id_range, first_id,
+                         last_id, filters);
   a.read("seeds", seeds, "B", &batch.seeds);
   a.read("positions", positions, "BN", &batch.positions);
   a.read("guesses", guesses, "BN", &batch.guesses);
@@ -110,12 +112,12 @@ Tensors<4> expand_tree(const Tensor& draft_probs, const Tensor& scores, const Te
 }
 
 Tensors<2> guided_probs(const Tensor& logits, const MaybeTensor& uncond, const Tensor& guidance,
-                        const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
+                        const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const MaybeTensor& min_p,
                         const MaybeTensor& id_range, int64_t first_id, int64_t last_id, const std::string& filters) {
   Arguments a("guided_probs", "V");
   GuidedProbs batch = {};
-  batch.rows =
-      read_rows(a, 'N', logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
+  batch.rows = read_rows(a, 'N', logits, uncond, guidance, temperature, top_k, top_p, min_p, id_range, first_id,
+                         last_id, filters);
   const int64_t B = a.size('B'), N = a.size('N');
   Tensor probs = a.make({B, N, a.size('V')}, &batch.probs), status = a.make({B, N}, &batch.status);
   RUN(guided_probs, a, batch);
@@ -170,13 +172,13 @@ Tensors<2> sample_residual(const Tensor& target_probs, const MaybeTensor& draft_
 }
 
 Tensors<3> token_log_probs(const Tensor& logits, const MaybeTensor& uncond, const Tensor& guidance,
-                           const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& tokens,
-                           const MaybeTensor& rows, const MaybeTensor& id_range, int64_t first_id, int64_t last_id,
-                           const std::string& filters) {
+                           const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
+                           const MaybeTensor& min_p, const Tensor& tokens, const MaybeTensor& rows,
+                           const MaybeTensor& id_range, int64_t first_id, int64_t last_id, const std::string& filters) {
   Arguments a("token_log_probs", "NV");
   TokenLogProbs batch = {};
-  batch.rows =
-      read_rows(a, 'N', logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
+  batch.rows = read_rows(a, 'N', logits, uncond, guidance, temperature, top_k, top_p, min_p, id_range, first_id,
+                         last_id, filters);
   const char* const sizes = rows ? "BK" : "BN";
   a.read("tokens", tokens, sizes, &batch.tokens);
   a.read("rows", rows, sizes, &batch.row_numbers);

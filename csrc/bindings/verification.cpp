@@ -122,16 +122,16 @@ Tensors<4> verify_greedy(const Tensor& target_tokens, const Tensor& tokens, cons
 
 Verified verify_logits(const Tensor& logits, const MaybeTensor& uncond, const Tensor& tokens, const Tensor& first_child,
                        const Tensor& next_sibling, const MaybeTensor& uniforms, const Tensor& guidance,
-                       const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const MaybeTensor& id_range,
-                       const MaybeTensor& draft_probs, const MaybeTensor& draft_row, const MaybeTensor& neighbors,
-                       const MaybeTensor& delta, const MaybeTensor& omega, const MaybeTensor& seeds,
-                       const MaybeTensor& positions, int64_t first_id, int64_t last_id, const std::string& filters,
-                       const std::string& cutoff, int64_t offset, const std::string& residual, const std::string& empty,
-                       int64_t max_depth) {
+                       const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const MaybeTensor& min_p,
+                       const MaybeTensor& id_range, const MaybeTensor& draft_probs, const MaybeTensor& draft_row,
+                       const MaybeTensor& neighbors, const MaybeTensor& delta, const MaybeTensor& omega,
+                       const MaybeTensor& seeds, const MaybeTensor& positions, int64_t first_id, int64_t last_id,
+                       const std::string& filters, const std::string& cutoff, int64_t offset,
+                       const std::string& residual, const std::string& empty, int64_t max_depth) {
   Arguments a("verify_logits", "NVMCk");
   VerifyLogits batch = {};
-  batch.rows =
-      read_rows(a, 'N', logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
+  batch.rows = read_rows(a, 'N', logits, uncond, guidance, temperature, top_k, top_p, min_p, id_range, first_id,
+                         last_id, filters);
   read_randomness(a, batch, uniforms, "BN", seeds, positions, "BN");
   read_neighbors(a, batch, neighbors, delta, cutoff, offset, residual);
   batch.empty = empty_of(a, empty);

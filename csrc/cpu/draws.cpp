@@ -86,11 +86,12 @@ Winner best_score(const FilteredRow& row, const Noise& noise) {
 // Draws from one row, perhaps several times. The filters' thresholds are found when a winner is not certain to be kept.
 class Draws {
  public:
-  Draws(FilteredRow& row, const Filters& filters) : row_(row), top_k_(filters.top_k), top_p_(filters.top_p) {
+  Draws(FilteredRow& row, const Filters& filters)
+      : row_(row), top_k_(filters.top_k), top_p_(filters.top_p), min_p_(filters.min_p) {
     if (filters.p_first && top_k_ > 0 && top_p_ > 0) {
       row_.apply(filters);
       top_k_ = 0;
-      top_p_ = 0;
+      top_p_ = min_p_ = 0;
       return;
     }
     if (top_k_ > 0) row_.pack_for_top_k(top_k_);
@@ -106,13 +107,15 @@ class Draws {
     if (is_kept(winner.x)) return winner.id;
     keep_top_k();
     if (top_p_ > 0) row_.keep_from(row_.top_p_threshold(limit_));
-    top_p_ = 0;
+    row_.keep_min_p(min_p_);
+    top_p_ = min_p_ = 0;
     return best_score(row_, noise).id;
   }
 
  private:
   bool is_kept(float x) const {
-    return (top_k_ <= 0 || row_.count_above(x) < top_k_) && (!(top_p_ > 0) || row_.mass_above(x) < limit_);
+    return exp_of(x - row_.best()) >= min_p_ && (top_k_ <= 0 || row_.count_above(x) < top_k_) &&
+           (!(top_p_ > 0) || row_.mass_above(x) < limit_);
   }
   void keep_top_k() {
     if (top_k_ > 0) row_.keep_top_k(top_k_);
@@ -121,7 +124,7 @@ class Draws {
 
   FilteredRow& row_;
   int64_t top_k_;  // 0: off, or done
-  float top_p_;
+  float top_p_, min_p_;
   int64_t limit_ = 0;
 };
 

@@ -255,12 +255,16 @@ void FilteredRow::pack_for_top_k(int64_t k) {
 void FilteredRow::keep_top_k(int64_t k) { keep_from(threshold(nullptr, k, lowest_)); }
 
 void FilteredRow::keep_from(float lowest) {
-  lowest = std::max(lowest, std::numeric_limits<float>::lowest());  // the padding is -inf
+  lowest = std::max({lowest, lowest_, std::numeric_limits<float>::lowest()});  // the padding is -inf
   n_ = pack(values(), is_packed_ ? slots_.get() : nullptr, n_, lowest, kInf, packed_.get(), slots_.get());
   std::fill_n(packed_.get() + n_, padded(n_) - n_, -kInf);
   std::fill_n(slots_.get() + n_, padded(n_) - n_, 0);
   is_packed_ = true;
   lowest_ = lowest;
+}
+
+void FilteredRow::keep_min_p(float min_p) {
+  if (min_p > 0) keep_from(lowest_by_min_p(best_, min_p));
 }
 
 void FilteredRow::apply(const Filters& filters) {
@@ -273,6 +277,7 @@ void FilteredRow::apply(const Filters& filters) {
   if (filters.top_k > 0 && !is_packed_) pack_for_top_k(filters.top_k);
   if (filters.top_k > 0 && filters.top_k < n_) keep_top_k(filters.top_k);
   if (!filters.p_first) keep_top_p();
+  keep_min_p(filters.min_p);
   compute_masses();
 }
 

@@ -1,6 +1,7 @@
-// How guidance, temperature, top-k and top-p change a row of logits on the CPU, for guided_probs, draw_tokens and
-// verify_logits.
+// How guidance, temperature, top-k, top-p and min-p change a row of logits on the CPU, for guided_probs, draw_tokens
+// and verify_logits.
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <new>
@@ -13,15 +14,16 @@ namespace specvis {
 // The filters of a row. A filter is off where its number is 0.
 struct Filters {
   int64_t top_k;
-  float top_p;
+  float top_p, min_p;
   bool p_first;  // top_p is a share of the mass of all ids, not of those that top-k keeps
 
-  Filters(const LogitRows& rows, int64_t r) : top_k(0), top_p(0), p_first(rows.top_p_first) {
+  Filters(const LogitRows& rows, int64_t r) : top_k(0), top_p(0), min_p(0), p_first(rows.top_p_first) {
     const int64_t b = r / rows.N, k = rows.top_k[b];
     const float p = rows.top_p[b];
     if (rows.temperature[b] == 0) return;
     if (k > 0 && k < rows.last(r) - rows.first(r)) top_k = k;
     if (p > 0 && p < 1) top_p = p;
+    if (rows.min_p && rows.min_p[b] > 0) min_p = std::fmin(rows.min_p[b], 1.f);
   }
 };
 
@@ -66,6 +68,7 @@ class FilteredRow {
   int64_t limit_of(float top_p) const;
   float top_p_threshold(int64_t limit) const;  // the lowest logit that top-p keeps
   void keep_from(float lowest);                // drops the candidates below
+  void keep_min_p(float min_p);                // 0: keeps all
 
  private:
   template <class T>

@@ -1,4 +1,4 @@
-// A row of logits after guidance, temperature, top-k and top-p, and its probabilities, by the threads of a team.
+// A row of logits after guidance, temperature, top-k, top-p and min-p, and its probabilities, by the threads of a team.
 // Thresholds are found without sorting: by a histogram of equal steps below the largest logit, and then among the few
 // entries of one of its bins.
 #pragma once
@@ -54,6 +54,8 @@ class GuidedRow {
       const bool by_mass = (filter == 1) != rows.top_p_first;
       if (by_mass ? shared->top_p > 0 : shared->top_k > 0) lowest_ = fmaxf(lowest_, threshold(by_mass));
     }
+    const float min_p = rows.min_p && is_sampled() ? rows.min_p[b] : 0;
+    if (min_p > 0) lowest_ = fmaxf(lowest_, lowest_by_min_p(best_, fminf(min_p, 1.0f)));
   }
 
   __device__ bool valid() const { return valid_; }  // if not, nothing else means anything

@@ -85,6 +85,25 @@ HOST_DEVICE inline float log_of(float x) {
   return log_of_parts(exponent, mantissa_of(x, exponent) - 1.f);
 }
 
+// The lowest x that min_p keeps: exp_of(x - best) >= min_p, which is in (0, 1]. exp_of() never falls where x grows, so
+// a bisection finds it; the logarithm says about where.
+HOST_DEVICE inline float lowest_by_min_p(float best, float min_p) {
+  const auto is_kept = [&](float x) { return exp_of(x - best) >= min_p; };
+  const float margin = log_of(min_p > 0x1p-126f ? min_p : 0x1p-126f), about = best + margin;
+  const float reach = 1e-6f * (1.f - margin + (best < 0 ? -best : best));
+  uint32_t low = ordered(is_kept(about - reach) ? -0x1.fffffep+127f : about - reach);
+  uint32_t high = ordered(about + reach < best && is_kept(about + reach) ? about + reach : best);
+  while (low < high) {
+    const uint32_t middle = low + (high - low) / 2;
+    if (is_kept(float_of(static_cast<int32_t>(middle ^ 0x80000000u)))) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return float_of(static_cast<int32_t>(high ^ 0x80000000u));
+}
+
 // What a token adds to the entropy of its row, in nats.
 HOST_DEVICE inline float entropy_of(double mass, double total) {
   const float p = static_cast<float>(mass / total);

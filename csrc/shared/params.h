@@ -38,6 +38,7 @@ struct LogitRows : RowIds {
   const float *guidance, *temperature;  // (B)
   const int32_t* top_k;                 // (B)
   const float* top_p;                   // (B)
+  const float* min_p;                   // (B) or null
   bool top_p_first;                     // top_p is a share of the mass of all ids, not of those that top-k keeps
 };
 

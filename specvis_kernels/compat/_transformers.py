@@ -10,17 +10,17 @@ from .. import check_status, commit_kv, token_log_probs, tree_mask
 from .._checks import check
 from ._hosts import check_model, masked_ids
 from ._replay import ReplayedDecoder, decoder_of
-from ._settings import GREEDY, settings_of
+from ._settings import GREEDY, WARPERS, settings_of
 from ._versions import versions
 
-FILTERS = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "LogitNormalization")
+FILTERS = (*WARPERS, "LogitNormalization")
 CACHE_NAMES = ("cache", "past_key_values")  # from transformers 5.24 on; before it
 READ = ("attention_mask", "position_ids", "cache_position", *CACHE_NAMES)
 CHANGE_NO_TOKEN = ("use_cache", "logits_to_keep")  # whether `generate` keeps a cache, and how many rows it asks for
 GLM_IMAGE_KWARGS = ("image_grid_thw", "images_per_sample")
 # what a generation config asks logits processors for, which a direct call has not, and the values by which it does not
 NO_PROCESSORS = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "min_length": 0,
-                 "min_new_tokens": None, "suppress_tokens": None, "begin_suppress_tokens": None, "min_p": None,
+                 "min_new_tokens": None, "suppress_tokens": None, "begin_suppress_tokens": None,
                  "forced_bos_token_id": None, "forced_eos_token_id": None, "sequence_bias": None, "guidance_scale": 1,
                  "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -65,15 +65,18 @@ class Asked:
 
     def check_settings(self, model, config, processors) -> None:
         others = [type(p).__name__ for p in processors or () if type(p).__name__ not in FILTERS]
-        self.refuse(others, f"knows temperature, top_k and top_p alone, got {', '.join(others)}: give guidance and "
-                            "id_range to the function, and leave other logits processors out")
+        asked = [f"generation_config.{name}={getattr(config, name)!r} (off by {name}={off!r})"
+                 for name, off in NO_PROCESSORS.items() if getattr(config, name, off) not in (off, None)]
+        by = f" by {', '.join(asked)}" if asked else ""
+        self.refuse(others, f"knows temperature, top_k, top_p and min_p alone, got {', '.join(others)}{by}: give "
+                            "guidance, with unconditional_ids, and id_range to the function, and leave other logits "
+                            "processors out")
         self.refuse((config.num_beams or 1) != 1, f"needs num_beams=1, got {config.num_beams}")
         mode = config.get_generation_mode().value
         self.refuse(mode not in ("greedy_search", "sample", "assisted_generation"),
                     f"needs greedy decoding or sampling, got {mode} by the generation config")
-        if processors is None:  # not called by `generate`, which makes them
-            asked = {name for name, off in NO_PROCESSORS.items() if getattr(config, name, off) not in (off, None)}
-            self.refuse(asked, f"needs generate, which makes logits processors, for {', '.join(sorted(asked))}")
+        self.refuse(asked and processors is None,  # not called by `generate`, which makes them
+                    f"needs generate, which makes logits processors, for {', '.join(asked)}")
 
     def read_ends(self, input_ids, criteria, config) -> int:
         """Sets the tokens and criteria that end a request; returns the length at which all end."""
@@ -161,11 +164,12 @@ class Asked:
     def read_settings(self, config, processors) -> dict:
         if processors is None:  # not called by `generate`, which makes them
             temperature = config.temperature if config.temperature is not None else 1.0
-            return dict(temperature=float(temperature), top_k=config.top_k or 0, top_p=float(config.top_p or 1.0))
+            return dict(temperature=float(temperature), top_k=config.top_k or 0, top_p=float(config.top_p or 1.0),
+                        min_p=getattr(config, "min_p", None))
         warpers = [p for p in processors if type(p).__name__ != "LogitNormalization"]
         settings = settings_of(warpers)
-        self.refuse(settings is None, "needs temperature before top_k and top_p, each at most once, without "
-                    "min_tokens_to_keep and filter_value, and top_p > 0, got "
+        self.refuse(settings is None, "needs temperature before top_k and top_p, and min_p after them, each at most "
+                    "once, without min_tokens_to_keep and filter_value, and top_p > 0, got "
                     f"{', '.join(type(p).__name__ for p in warpers)} (off by top_k=0 and top_p=1.0 of generate)")
         return settings
 

@@ -35,7 +35,7 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
 
     Each target forward reads a whole tree of drafts. `draft` proposes what may follow a node, children are drawn from
     its rows without replacement, and one path of the tree is accepted. Greedy, the tokens are the ones of `generate`.
-    Sampled, they have the distribution from which `generate` draws: its temperature, top_k and top_p apply.
+    Sampled, they have the distribution from which `generate` draws: its temperature, top_k, top_p and min_p apply.
 
     Without `seeds` drafts are verified by `verify_tree`'s rule, with torch's random numbers. With `seeds` they are
     verified by equality: the tokens are the ones that one-at-a-time decoding draws with the same seeds, whatever the
@@ -249,12 +249,12 @@ class GuidedProbsProcessor:
 
     With `doubled`, the rows with the condition come first and those without it after them, as in transformers'
     ClassifierFreeGuidanceLogitsProcessor, and half as many rows come back. The scores that come back are logarithms of
-    probabilities: leave temperature, top_k and top_p out of the generation config (temperature=1.0, top_k=0,
-    top_p=1.0), or they apply a second time.
+    probabilities: leave temperature and the filters out of the generation config (temperature=1.0, top_k=0,
+    top_p=1.0, min_p=None), or they apply a second time.
 
     Args:
         guidance:       s in uncond + s (cond - uncond)
-        temperature, top_k, top_p:  as in `guided_probs`; temperature 0 gives the probabilities of temperature 1
+        temperature, top_k, top_p, min_p:  as in `guided_probs`; temperature 0 gives the probabilities of temperature 1
         id_range:       two integers first, last: the ids [first, last); or (L, 2) int64, the ids of each new token, the
                         last row goes on. None: all ids
         prompt_length:  how many tokens come before the new ones; needed with an id_range for each token
@@ -278,13 +278,14 @@ class GuidedProbsProcessor:
     supports_continuous_batching = False  # transformers reads this of its processors
 
     def __init__(self, guidance: float = 1.0, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, *,
-                 id_range: tuple[int, int] | Tensor | None = None, prompt_length: int | None = None,
-                 doubled: bool = True, filters: str = "k_then_p"):
+                 min_p: float | None = None, id_range: tuple[int, int] | Tensor | None = None,
+                 prompt_length: int | None = None, doubled: bool = True, filters: str = "k_then_p"):
         if isinstance(id_range, Tensor) and prompt_length is None:
             raise ValueError("prompt_length must be given with an id_range for each new token")
         if isinstance(id_range, Tensor) and (id_range.shape[1:] != (2,) or not len(id_range)):
             raise ValueError(f"id_range must be int64 (L, 2), got {described(id_range)}")
-        self.settings = dict(guidance=guidance, temperature=temperature, top_k=top_k, top_p=top_p, filters=filters)
+        self.settings = dict(guidance=guidance, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                             filters=filters)
         self.id_range, self.prompt_length, self.doubled = id_range, prompt_length, doubled
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

@@ -8,15 +8,15 @@ from ._noise import gumbel_noise
 
 
 @triton.jit
-def draw_row(logits, uncond, scratch, id_range, row, V, first_id, last_id, s, t, top_k, top_p, seed, position, ahead,
-             FILTERS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr):
+def draw_row(logits, uncond, scratch, id_range, row, V, first_id, last_id, s, t, top_k, top_p, min_p, seed, position,
+             ahead, FILTERS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr):
     """Draws from a row of (.., V) logits. Returns the token, a second token with the noise of `ahead` positions later,
     and whether the row is valid. Both tokens are 0 if it is not, and they are equal if `ahead` is 0.
     """
     first, last, is_range = row_range(id_range, row, first_id, last_id, V)
     begin, best, lowest_kept, is_valid = filter_row(
         logits + row * V, None if uncond is None else uncond + row * V, scratch, first, last, V, s, t, top_k, top_p,
-        FILTERS, TILE, BITS)
+        min_p, FILTERS, TILE, BITS)
     is_valid = is_valid & is_range
     token = tl.full((), 0, tl.int64)
     ahead_token = token

@@ -1,4 +1,4 @@
-"""What guidance, temperature, top-k and top-p make of a row of logits, TILE ids at a time.
+"""What guidance, temperature, top-k, top-p and min-p make of a row of logits, TILE ids at a time.
 
 The ids' keys, which order them as their logits do, are kept in the program's scratch, (2, V) int32. Each pass reads
 them again, since the keys of a whole row would not fit into registers. After the keys come the masses that top-p sums.
@@ -134,13 +134,14 @@ def threshold(scratch, begin, last, V, limit, IS_MASS: tl.constexpr, TILE: tl.co
 
 
 @triton.jit
-def filter_row(logits, uncond, scratch, first, last, V, guidance, temperature, top_k, top_p, FILTERS: tl.constexpr,
-               TILE: tl.constexpr, BITS: tl.constexpr):
+def filter_row(logits, uncond, scratch, first, last, V, guidance, temperature, top_k, top_p, min_p,
+               FILTERS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr):
     """Filters the ids first .. last - 1 of a row, and puts their keys into scratch, LOWEST for other ids of the tiles.
 
     Returns the multiple of TILE where the tiles begin, the best logit, the lowest key that the filters keep, and
-    whether the row is valid. For an invalid row the other results mean nothing. Both filters keep the ids from some
-    logit upwards, so their order only changes the mass of which top-p is a share.
+    whether the row is valid. For an invalid row the other results mean nothing. All filters keep the ids from some
+    logit upwards, so the order of top-k and top-p only changes the mass of which top-p is a share. `min_p` points to
+    the request's number, or is None.
     """
     begin = first // TILE * TILE
     highest = tl.full([TILE], LOWEST, tl.int32)
@@ -190,7 +191,19 @@ def filter_row(logits, uncond, scratch, first, last, V, guidance, temperature, t
         tl.debug_barrier()
         limit = tl.ceil(top_p.to(tl.float64) * tl.sum(sums, axis=0).to(tl.float64)).to(tl.int64)
         lowest_kept = threshold(scratch, begin, last, V, limit, True, TILE, BITS)
-    return begin, best, tl.maximum(lowest_kept, kth_largest), is_valid & (is_masked == 0)
+    lowest_kept = tl.maximum(lowest_kept, kth_largest)
+    if min_p is not None:
+        share = tl.load(min_p)
+        if is_sampled & (share > 0) & is_valid:
+            lowest = tl.full([TILE], HIGHEST, tl.int32)
+            start = begin
+            while start < last:
+                keys = load_keys(scratch, start + tl.arange(0, TILE), V)
+                is_kept = exp(floats_of(keys) - best) >= tl.minimum(share, 1.0)
+                lowest = tl.minimum(lowest, tl.where(is_kept, keys, HIGHEST))
+                start += TILE
+            lowest_kept = tl.maximum(lowest_kept, tl.min(lowest, axis=0))
+    return begin, best, lowest_kept, is_valid & (is_masked == 0)
 
 
 @triton.jit
@@ -213,14 +226,14 @@ def sum_of_shares(scratch, begin, end, V, best, lowest_kept, TILE: tl.constexpr)
 
 @triton.jit
 def filter_and_sum(logits, uncond, scratch, id_range, row, V, first_id, last_id, guidance, temperature, top_k, top_p,
-                   FILTERS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr):
+                   min_p, FILTERS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr):
     """Filters a row of (.., V) logits. Returns its ids, from the first to one past the last, whether it is valid, and
     the arguments of load_probs(): where the tiles begin and end, the best logit, the lowest kept key, the shares' sum.
     """
     first, last, is_range = row_range(id_range, row, first_id, last_id, V)
     begin, best, lowest_kept, is_valid = filter_row(
         logits + row * V, None if uncond is None else uncond + row * V, scratch, first, last, V, guidance, temperature,
-        top_k, top_p, FILTERS, TILE, BITS)
+        top_k, top_p, min_p, FILTERS, TILE, BITS)
     is_valid = is_valid & is_range
     end = tl.where(is_valid, last, begin)     # the probabilities of an invalid row are zeros
     total = sum_of_shares(scratch, begin, end, V, best, lowest_kept, TILE)

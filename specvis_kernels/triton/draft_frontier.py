@@ -14,6 +14,7 @@ from .expand_tree import frontier_kernel, score_of, without
 def level_children_kernel(
         logits, uncond,                       # (B, F, V); uncond may be None
         guidance, temperature, top_k, top_p,  # (B)
+        min_p,                                # (B) or None
         id_range,                             # (B, F, 2) or None
         scores, candidates, width,            # (B, F), (B, F), (B)
         scratch,                              # (programs, 2, V)
@@ -32,7 +33,8 @@ def level_children_kernel(
             max_count = tl.minimum(tl.maximum(tl.load(width + b), 1), K)
             _, _, is_valid, begin, end, best_logit, lowest_kept, total = filter_and_sum(
                 logits, uncond, scratch, id_range, row, V, first_id, last_id, tl.load(guidance + b),
-                tl.load(temperature + b), tl.load(top_k + b), tl.load(top_p + b), FILTERS, TILE, BITS)
+                tl.load(temperature + b), tl.load(top_k + b), tl.load(top_p + b), None if min_p is None else min_p + b,
+                FILTERS, TILE, BITS)
             status_bits = tl.where(is_valid, 0, INVALID_ROW)
             keys = tl.full([TILE], NONE, tl.int64)
             start = begin
@@ -89,7 +91,7 @@ def slots_kernel(
 
 
 def draft_frontier(logits, uncond, scores, ancestors, candidates, width, depth, guidance, temperature, top_k, top_p,
-                   id_range, first_id, last_id, filters, num_children, level, first_node, first_candidate):
+                   min_p, id_range, first_id, last_id, filters, num_children, level, first_node, first_candidate):
     (B, F, V), K, W = logits.shape, num_children, ancestors.shape[2]
     child_tokens, child_scores = depth.new_empty(B, F * K), scores.new_empty(B, F * K)
     child_parents, status = width.new_empty(B, F * K), width.new_empty(B, F)
@@ -98,7 +100,7 @@ def draft_frontier(logits, uncond, scores, ancestors, candidates, width, depth, 
     if B > 0:
         programs, scratch = programs_and_scratch(B * F, V, logits.device)
         level_children_kernel[(programs,)](
-            logits, uncond, guidance, temperature, top_k, top_p, id_range, scores, candidates, width, scratch,
+            logits, uncond, guidance, temperature, top_k, top_p, min_p, id_range, scores, candidates, width, scratch,
             child_tokens, child_scores, child_parents, status, B * F, F, V, K, first_id, last_id, FILTERS=filters,
             **tiles(V), enable_fp_fusion=False)
         frontier = width.new_empty(B, K)

@@ -12,6 +12,7 @@ from ._rows import INVALID_ROW
 def draw_tokens_kernel(
         logits, uncond,                        # (B, N, V); uncond may be None
         guidance, temperature, top_k, top_p,   # (B)
+        min_p,                                 # (B) or None
         seeds, positions,                      # (B), (B, N)
         id_range, guesses,                     # (B, N, 2) and (B, N), or None
         scratch,                               # (programs, 2, V)
@@ -25,8 +26,8 @@ def draw_tokens_kernel(
         b = row // N
         token, ahead_token, is_valid = draw_row(
             logits, uncond, scratch, id_range, row, V, first_id, last_id, tl.load(guidance + b),
-            tl.load(temperature + b), tl.load(top_k + b), tl.load(top_p + b), tl.load(seeds + b),
-            tl.load(positions + row), ahead, FILTERS, TILE, BITS)
+            tl.load(temperature + b), tl.load(top_k + b), tl.load(top_p + b), None if min_p is None else min_p + b,
+            tl.load(seeds + b), tl.load(positions + row), ahead, FILTERS, TILE, BITS)
         tl.store(tokens + row, token)
         tl.store(ahead_tokens + row, ahead_token)
         tl.store(status + row, tl.where(is_valid, 0, INVALID_ROW))
@@ -36,8 +37,8 @@ def draw_tokens_kernel(
         row += tl.num_programs(0)
 
 
-def draw_tokens(logits, uncond, guidance, temperature, top_k, top_p, seeds, positions, id_range, first_id, last_id,
-                filters, guesses, ahead):
+def draw_tokens(logits, uncond, guidance, temperature, top_k, top_p, min_p, seeds, positions, id_range, first_id,
+                last_id, filters, guesses, ahead):
     B, N, V = logits.shape
     tokens, ahead_tokens = torch.empty_like(positions), torch.empty_like(positions)
     num_accepted = seeds.new_full((B,), 0 if guesses is None else N, dtype=torch.int32)
@@ -45,7 +46,7 @@ def draw_tokens(logits, uncond, guidance, temperature, top_k, top_p, seeds, posi
     if B > 0:
         programs, scratch = programs_and_scratch(B * N, V, logits.device)
         draw_tokens_kernel[(programs,)](
-            logits, uncond, guidance, temperature, top_k, top_p, seeds, positions, id_range, guesses, scratch, tokens,
-            num_accepted, ahead_tokens, status, B * N, N, V, first_id, last_id, ahead, FILTERS=filters, **tiles(V),
-            enable_fp_fusion=False)
+            logits, uncond, guidance, temperature, top_k, top_p, min_p, seeds, positions, id_range, guesses, scratch,
+            tokens, num_accepted, ahead_tokens, status, B * N, N, V, first_id, last_id, ahead, FILTERS=filters,
+            **tiles(V), enable_fp_fusion=False)
     return tokens, num_accepted, ahead_tokens, status

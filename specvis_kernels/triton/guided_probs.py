@@ -11,6 +11,7 @@ from ._rows import INVALID_ROW
 def guided_probs_kernel(
         logits, uncond,                        # (B, N, V); uncond may be None
         guidance, temperature, top_k, top_p,   # (B)
+        min_p,                                 # (B) or None
         id_range,                              # (B, N, 2) or None
         scratch,                               # (programs, 2, V)
         probs, status,                         # (B, N, V), (B, N)
@@ -21,7 +22,8 @@ def guided_probs_kernel(
         b = row // N
         _, _, is_valid, begin, end, best, lowest_kept, total = filter_and_sum(
             logits, uncond, scratch, id_range, row, V, first_id, last_id, tl.load(guidance + b),
-            tl.load(temperature + b), tl.load(top_k + b), tl.load(top_p + b), FILTERS, TILE, BITS)
+            tl.load(temperature + b), tl.load(top_k + b), tl.load(top_p + b), None if min_p is None else min_p + b,
+            FILTERS, TILE, BITS)
         tl.store(status + row, tl.where(is_valid, 0, INVALID_ROW))
         start = 0
         while start < V:
@@ -32,13 +34,13 @@ def guided_probs_kernel(
         row += tl.num_programs(0)
 
 
-def guided_probs(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters):
+def guided_probs(logits, uncond, guidance, temperature, top_k, top_p, min_p, id_range, first_id, last_id, filters):
     B, N, V = logits.shape
     probs = torch.empty_like(logits, dtype=torch.float32)
     status = logits.new_empty((B, N), dtype=torch.int32)
     if B * N > 0:
         programs, scratch = programs_and_scratch(B * N, V, logits.device)
         guided_probs_kernel[(programs,)](
-            logits, uncond, guidance, temperature, top_k, top_p, id_range, scratch, probs, status, B * N, N, V,
+            logits, uncond, guidance, temperature, top_k, top_p, min_p, id_range, scratch, probs, status, B * N, N, V,
             first_id, last_id, FILTERS=filters, **tiles(V), enable_fp_fusion=False)
     return probs, status

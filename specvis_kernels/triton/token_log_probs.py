@@ -13,6 +13,7 @@ from ._rows import INVALID_ROW
 def token_log_probs_kernel(
         logits, uncond,                        # (B, N, V); uncond may be None
         guidance, temperature, top_k, top_p,   # (B)
+        min_p,                                 # (B) or None
         tokens, rows,                          # (B, K); rows may be None
         id_range,                              # (B, N, 2) or None
         scratch,                               # (programs, 2, V)
@@ -32,7 +33,8 @@ def token_log_probs_kernel(
             is_greedy = tl.load(temperature + b) == 0
             first, last, is_valid, begin, end, best, lowest_kept, total = filter_and_sum(
                 logits, uncond, scratch, id_range, b * N + n, V, first_id, last_id, tl.load(guidance + b),
-                tl.load(temperature + b), tl.load(top_k + b), tl.load(top_p + b), FILTERS, TILE, BITS)
+                tl.load(temperature + b), tl.load(top_k + b), tl.load(top_p + b), None if min_p is None else min_p + b,
+                FILTERS, TILE, BITS)
             total_of_all = sum_of_shares(scratch, begin, end, V, best, LOWEST + 1, TILE)
             token = tl.load(tokens + i)
             is_id = is_valid & (token >= first) & (token < last)
@@ -48,14 +50,14 @@ def token_log_probs_kernel(
         i += tl.num_programs(0)
 
 
-def token_log_probs(logits, uncond, guidance, temperature, top_k, top_p, tokens, rows, id_range, first_id, last_id,
-                    filters):
+def token_log_probs(logits, uncond, guidance, temperature, top_k, top_p, min_p, tokens, rows, id_range, first_id,
+                    last_id, filters):
     (_, N, V), (B, K) = logits.shape, tokens.shape
     sampled, full = (tokens.new_empty(B, K, dtype=torch.float32) for _ in range(2))
     status = tokens.new_empty(B, K, dtype=torch.int32)
     if B * K > 0:
         programs, scratch = programs_and_scratch(B * K, V, logits.device)
         token_log_probs_kernel[(programs,)](
-            logits, uncond, guidance, temperature, top_k, top_p, tokens, rows, id_range, scratch, sampled, full, status,
-            B * K, N, K, V, first_id, last_id, FILTERS=filters, **tiles(V), enable_fp_fusion=False)
+            logits, uncond, guidance, temperature, top_k, top_p, min_p, tokens, rows, id_range, scratch, sampled, full,
+            status, B * K, N, K, V, first_id, last_id, FILTERS=filters, **tiles(V), enable_fp_fusion=False)
     return sampled, full, status

@@ -19,12 +19,12 @@ def of(requests, *tensors):
 
 
 def verify_logits(logits, uncond, tokens, first_child, next_sibling, uniforms, guidance, temperature, top_k, top_p,
-                  id_range, draft_probs, draft_row, neighbors, delta, omega, seeds, positions, first_id, last_id,
+                  min_p, id_range, draft_probs, draft_row, neighbors, delta, omega, seeds, positions, first_id, last_id,
                   filters, cutoff, offset, residual, empty, max_depth):
     B, N, V = logits.shape
     if seeds is not None:
-        drawn, _, _, row_status = draw_tokens(logits, uncond, guidance, temperature, top_k, top_p, seeds, positions,
-                                              id_range, first_id, last_id, filters, None, 0)
+        drawn, _, _, row_status = draw_tokens(logits, uncond, guidance, temperature, top_k, top_p, min_p, seeds,
+                                              positions, id_range, first_id, last_id, filters, None, 0)
         *path, status = verify_greedy(drawn, tokens, first_child, next_sibling, max_depth, row_status)
         return *path, torch.zeros_like(guidance), status
 
@@ -32,7 +32,7 @@ def verify_logits(logits, uncond, tokens, first_child, next_sibling, uniforms, g
     groups = []
     for first in range(0, max(B, 1), size):
         own = slice(first, first + size)
-        *rows, ids = of(own, logits, uncond, guidance, temperature, top_k, top_p, id_range)
+        *rows, ids = of(own, logits, uncond, guidance, temperature, top_k, top_p, min_p, id_range)
         tree = of(own, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row)
         rule = of(own, delta, omega, temperature == 0)
         probs, _ = guided_probs(*rows, ids, first_id, last_id, filters)

@@ -6,7 +6,8 @@ from specvis_kernels.guided_probs import _oracle as guided_probs_oracle
 from tests.cases.common import CASES, DEVICE, exact_probs, exact_uniforms, ids_of, neighbor_table, noise_keys, repeated
 
 # guided_probs: logits are multiples of 1/8, guidance of 1/2, temperatures powers of two: exact until the exp.
-# All three dtypes, with and without `uncond`; top-k, top-p, both, neither and temperature 0; each order of the filters.
+# All three dtypes, with and without `uncond`; top-k, top-p, both, neither and temperature 0; each order of the filters;
+# min-p that decides, that the others precede, and none.
 CASES["guided_probs"] = [
     (1, 1, 2),
     (2, 3, 33, torch.bfloat16),
@@ -14,22 +15,23 @@ CASES["guided_probs"] = [
     (2, 1, 1500, torch.float16, False),
     (3, 5, 64, torch.float32, True, None, "each", "p_then_k"),
     (3, 2, 1500, torch.float32, True, [(1.0, 4.0, 5, 0.5), (1.0, 1.0, 40, 0.9)], None, "p_then_k"),
+    (3, 2, 64, torch.float32, True, [(1.0, 1.0, 0, 1.0, 0.05), (1.0, 2.0, 0, 0.9, 1.0), (1.0, 1.0, 20, 1.0, 0.0)]),
 ]
 
 
 def guided_probs(B, N, V, dtype=torch.float32, uncond=True, settings=None, ranges="all", filters="k_then_p"):
-    """`settings`: (guidance, temperature, top_k, top_p) of the requests, repeated. `ranges`: "all": one range for all
-    rows; "each": each row's own, some of them invalid; None: all ids."""
-    settings = settings or [(3.5, 1.0, V // 2, 0.8), (1.0, 0.0, 0, 0.9), (0.5, 0.5, 5, 1.0)]
+    """`settings`: (guidance, temperature, top_k, top_p, perhaps min_p) of the requests, repeated. `ranges`: "all": one
+    range for all rows; "each": each row's own, some of them invalid; None: all ids."""
+    settings = settings or [(3.5, 1.0, V // 2, 0.8, 0.1), (1.0, 0.0, 0, 0.9, 0.5), (0.5, 0.5, 5, 1.0, 1e-3)]
     g = torch.Generator().manual_seed(B + N + V)
 
     def draw():
         return repeated(lambda n: (torch.randn(n, V, generator=g) * 16).round().div(8).to(DEVICE, dtype),
                         B * N).view(B, N, V)
 
-    guidance, temperature, top_k, top_p = torch.tensor(settings, device=DEVICE).repeat(B, 1)[:B].unbind(1)
+    guidance, temperature, top_k, top_p, *min_p = torch.tensor(settings, device=DEVICE).repeat(B, 1)[:B].unbind(1)
     args = draw(), draw() if uncond else None, guidance, temperature, top_k.int(), top_p
-    kwargs = {"filters": filters}
+    kwargs = {"filters": filters, "min_p": min_p[0].contiguous() if min_p else None}
     if ranges == "all":
         kwargs["id_range"] = (V // 8, V - V // 16)
     if ranges == "each":
@@ -56,7 +58,7 @@ def draw_tokens(B, N, V, dtype=torch.float32, uncond=True, settings=None, ranges
     args, kwargs = guided_probs(B, N, V, dtype, uncond, settings, ranges, filters)
     seeds, positions = noise_keys(B, N, V)
     # its own oracle, also where tests replace the backends
-    guesses = draw_tokens_oracle(*args, seeds, positions, *ids_of(kwargs, V), filters, None, 0)[0]
+    guesses = draw_tokens_oracle(*args, kwargs["min_p"], seeds, positions, *ids_of(kwargs, V), filters, None, 0)[0]
     kwargs["guesses"] = torch.where(torch.arange(N, device=DEVICE) % 4 < 3, guesses, -1)
     return (*args, seeds, positions), kwargs | {"ahead": ahead}
 
@@ -86,7 +88,7 @@ def token_log_probs(B, N, V, K=None, dtype=torch.float32, uncond=True, settings=
     number = torch.arange(K or N)
     rows = (number * 3 % (N + 2) - 1).expand(B, -1).to(DEVICE)
     tokens = torch.randint(-1, V + 1, (B, K or N), generator=g).to(DEVICE)
-    likeliest = guided_probs_oracle(*args, *ids_of(kwargs, V), filters)[0].argmax(-1)
+    likeliest = guided_probs_oracle(*args, kwargs["min_p"], *ids_of(kwargs, V), filters)[0].argmax(-1)
     likeliest = likeliest if K is None else likeliest.gather(1, rows.clamp(0, N - 1))
     tokens = torch.where(number.to(DEVICE) % 2 == 0, likeliest, tokens)
     return (*args, tokens), kwargs | {"rows": None if K is None else rows}

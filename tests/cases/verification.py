@@ -190,10 +190,10 @@ def verify_logits(B, N, V, max_depth, options=None):
     (_, tokens, *tree, uniforms), others = verify_tree(B, N, V, max_depth, rule)
     ids = *ids_of(kwargs, V), options["filters"]
     kwargs |= others
-    probs = guided_probs_oracle(*rows, *ids)[0]
+    probs = guided_probs_oracle(*rows, kwargs["min_p"], *ids)[0]
     if options["seeds"]:
         kwargs["seeds"], kwargs["positions"] = keys = noise_keys(B, N, V)
-        drawn = draw_tokens_oracle(*rows, *keys, *ids, None, 0)[0]
+        drawn = draw_tokens_oracle(*rows, kwargs["min_p"], *keys, *ids, None, 0)[0]
         probs = probs if options["likely"] else probs.scatter(2, drawn[..., None], 1.0)
         uniforms = kwargs.pop("residual") and None
     if options["likely"]:

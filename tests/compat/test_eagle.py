@@ -56,12 +56,12 @@ def test_torchs_generator_leaves_pythons_alone():
 
 
 @pytest.mark.parametrize("name, wanted", [
-    ("plain", (1.0, 0, 1.0, "k_then_p")), ("T, top-p, top-k", (0.8, 6, 0.8, "p_then_k")),
-    ("top-k, top-p", (1.0, 6, 0.8, "k_then_p")), ("unknown", None)])
+    ("plain", (1.0, 0, 1.0, None, "k_then_p")), ("T, top-p, top-k", (0.8, 6, 0.8, None, "p_then_k")),
+    ("top-k, top-p", (1.0, 6, 0.8, None, "k_then_p")), ("unknown", None)])
 def test_settings_of_a_list_of_processors(name, wanted):
     settings = settings_of(PROCESSORS[name])
     assert wanted is None and settings is None or tuple(settings.values()) == wanted
-    assert list(settings_of(None)) == ["temperature", "top_k", "top_p", "filters"]
+    assert list(settings_of(None)) == ["temperature", "top_k", "top_p", "min_p", "filters"]
     temperature, top_p, top_k = PROCESSORS["T, top-p, top-k"]
     assert settings_of([top_k, temperature]) is None and settings_of([top_k, top_k]) is None
     for other in (dict(min_tokens_to_keep=3), dict(filter_value=-1e4), dict(top_p=0.0)):  # ops keep other ids

@@ -129,11 +129,23 @@ def test_with_seeds_the_tokens_are_those_of_one_at_a_time(model, ours):
 
 
 def test_the_callers_own_warpers_count_and_not_the_configs_numbers(model, ours):
-    T, K, P = (getattr(transformers, f"{w}LogitsWarper") for w in ("Temperature", "TopK", "TopP"))
-    for warpers in ([K(1)], [P(0.6), K(3)], [K(3), P(0.6)], [T(0.5), P(0.7)]):
+    T, K, P, M = (getattr(transformers, f"{w}LogitsWarper") for w in ("Temperature", "TopK", "TopP", "MinP"))
+    for warpers in ([K(1)], [P(0.6), K(3)], [K(3), P(0.6)], [T(0.5), P(0.7)], [K(9), P(0.9), M(0.3)], [T(1.5), M(0.1)]):
         tokens = generate(model, **ours, do_sample=True, seeds=SEEDS, logits_processor=warpers, top_k=0)
         for b in range(4):
             assert tokens[b, 6:].tolist() == plain(model, PROMPTS[b][MASK[b] == 1], None, SEEDS[b], 16, filters=warpers)
+
+
+def test_min_p_keeps_the_ids_that_transformers_keeps(model, ours):
+    x = torch.randn(1000, 300) * 3
+    wanted = transformers.MinPLogitsWarper(0.02)(None, transformers.TopKLogitsWarper(40)(None, x)) > -torch.inf
+    kept, others = (guided_probs(x[:, None], None, None, 1.0, 40, 1.0, min_p=p).probs[:, 0] > 0 for p in (0.02, 0.021))
+    assert torch.equal(kept, wanted) and not torch.equal(others, wanted)
+    options = dict(do_sample=True, seeds=SEEDS, temperature=2.0, top_k=0)
+    tokens, without = (generate(model, **ours, **options, min_p=p) for p in (0.2, None))
+    warpers = [transformers.TemperatureLogitsWarper(2.0), transformers.MinPLogitsWarper(0.2)]
+    assert tokens[0, 6:].tolist() == plain(model, PROMPTS[0][MASK[0] == 1], None, SEEDS[0], 16, filters=warpers)
+    assert not torch.equal(tokens, without)
 
 
 RANGES = [(2, 20), (2, 20), (20, 21), (0, 24), (10, 14)]  # for each new token; the last one repeats; token 20 is forced
@@ -311,8 +323,8 @@ def test_other_dtypes(model, ours, dtype):
 
 REFUSED = [
     (dict(num_beams=2), "jacobi_generate needs num_beams=1, got 2"),
-    (dict(repetition_penalty=1.5), "knows temperature, top_k and top_p alone, got RepetitionPenaltyLogitsProcessor"),
-    (dict(do_sample=True, min_p=0.1), "got MinPLogitsWarper"),
+    (dict(repetition_penalty=1.5), "knows temperature, top_k, top_p and min_p alone, got RepetitionPenaltyLogits"
+     r"Processor by generation_config.repetition_penalty=1.5 \(off by repetition_penalty=1.0\): give guidance"),
     (dict(return_dict_in_generate=True, output_scores=True), "returns sequences alone, got output_scores"),
     (dict(output_attentions=True), "returns sequences alone, got output_attentions"),
     (dict(inputs_embeds=torch.zeros(4, 6, 32)), "takes prompts of token ids alone, got inputs_embeds"),
@@ -323,7 +335,7 @@ REFUSED = [
     (dict(id_range=torch.zeros(3, 4, 2)), r"id_range must be int64 \(L, 2\) or \(B=4, L, 2\), got float32 \(3, 4, 2\)"),
     (dict(id_range=torch.tensor([0, 5])), r"id_range must be int64 \(L, 2\) or \(B=4, L, 2\), got int64 \(2,\)"),
     (dict(do_sample=True, top_k=0, logits_processor=[transformers.TopPLogitsWarper(0.5, min_tokens_to_keep=3)]),
-     "needs temperature before top_k and top_p, each at most once, without min_tokens_to_keep"),
+     "needs temperature before top_k and top_p, and min_p after them, each at most once, without min_tokens_to_keep"),
     (dict(do_sample=True, logits_processor=[transformers.TopKLogitsWarper(1)]),  # the config has top_k=50
      r"got TopKLogitsWarper, TopKLogitsWarper \(off by top_k=0 and top_p=1.0 of generate\)"),
     (dict(seeds=1), "integers of 64 bits, one for each of the B=4 requests, got 1"),

@@ -39,9 +39,7 @@ def exact_pictures(pipeline, prompt, sampling):
     """The probability of each of the V**L pictures, (V**L,) float64: the chain rule over teacher-forced reading."""
     V, L = pipeline.gpt.config.vocabulary, pipeline.gpt.config.tokens
     pictures = torch.cartesian_prod(*[torch.arange(V)] * L)
-    each = Sampling.of([0] * len(pictures), guidance=sampling.guidance[0].item(),
-                       temperature=sampling.temperature[0].item(), top_k=sampling.top_k[0].item(),
-                       top_p=sampling.top_p[0].item())
+    each = sampling[[0] * len(pictures)]
     with torch.inference_mode():
         hidden = target_hidden(pipeline, [prompt] * len(pictures), pictures)
         target = guided_probs(**each.rows(pipeline.gpt.logits(hidden[:, -L:]))).probs
@@ -74,5 +72,5 @@ def far_from_target(pipeline, m, settings, requests=100_000):
     return chi_square(sampled_pictures(pipeline, m, settings, requests), probs, pipeline.gpt.config.vocabulary)
 
 
-UNFILTERED, FILTERED = {"guidance": 2.0}, {"guidance": 1.0, "temperature": 0.7, "top_k": 4, "top_p": 0.9}
+UNFILTERED, FILTERED = {"guidance": 2.0}, {"guidance": 1.0, "temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.1}
 DYNAMIC = {"depth": 2, "width": 3, "nodes": 8, "seed_exact": False}  # where seed-exact, equality proves the law

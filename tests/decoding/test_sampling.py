@@ -21,6 +21,7 @@ def test_guidance_pairs_a_request_with_nothing(tiny):
     ({"top_k": -1}, "top_k must be a whole number within 0..2147483647, got -1"),
     ({"top_p": 0.0}, r"top_p must be within \(0, 1\], got 0.0"),
     ({"top_p": 1.5}, r"top_p must be within \(0, 1\], got 1.5"),
+    ({"min_p": 1.5}, r"min_p must be within \[0, 1\], got 1.5"),
     ({"seeds": None}, "seeds must be a list of whole numbers, one for each image, got None"),
     ({"seeds": [1, 0.5]}, r"seeds must be a list of whole numbers, one for each image, got \[1, 0.5\]"),
     ({"seeds": [1, 2**63]}, r"seeds must be within \[-2\*\*63, 2\*\*63\), got 9223372036854775808"),

@@ -50,11 +50,12 @@ class Maker(Values):
         return self.pick(*small) if self.size in ("tiny", "big") else self.pick(*small, 16, 33, 40)
 
     def settings(self, B, V):
-        """guidance, temperature, top_k and top_p."""
+        """guidance, temperature, top_k, top_p and min_p."""
         return {"guidance": self.setting((1.0, 3.5, 0.0, 2.0), GUIDANCES, torch.float32, B),
                 "temperature": self.setting((1.0, 0.0, 0.7, 2.0), TEMPERATURES, torch.float32, B),
                 "top_k": self.setting((0, 1, 2, 5, V, V // 2), (*INT32, V + 1, V - 1), torch.int32, B),
-                "top_p": self.setting((1.0, 0.5, 0.9, 0.0), TOP_P, torch.float32, B)}
+                "top_p": self.setting((1.0, 0.5, 0.9, 0.0), TOP_P, torch.float32, B),
+                "min_p": self.setting((0.0, 0.05, 0.5, 1.0), TOP_P, torch.float32, B) if self.chance(0.3) else None}
 
     def logits(self, B, N, V):
         """logits, uncond, and the arguments for the ids that count."""

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from specvis_kernels import INVALID_ROW, backends, guided_probs
+from specvis_kernels._numbers import exp
 from tests.cases import DEVICE
 
 INF, NAN = math.inf, math.nan
@@ -46,6 +47,12 @@ def close(expected):
     ({"top_p": 0.9}, [8, 4, 2, 1, 1]),                 # 14/16 < 0.9: one of the ties crosses, both stay
     ({"top_p": 1e-30}, [8, 0, 0, 0, 0]),               # less than any mass: the best one stays
     ({"top_p": 0.0}, [8, 4, 2, 1, 1]),                 # off
+    ({"min_p": 0.24}, [8, 4, 2, 0, 0]),                # 2/8 is above
+    ({"min_p": 0.26, "temperature": 2.0}, [8**.5, 2, 2**.5, 1, 1]),  # temperature first: 1/8**.5 >= 0.26
+    ({"min_p": 0.2, "top_k": 2}, [8, 4, 0, 0, 0]),
+    ({"min_p": 0.5, "top_p": 0.9, "filters": "p_then_k"}, [8, 4, 0, 0, 0]),
+    ({"min_p": 1.0}, [8, 0, 0, 0, 0]),
+    ({"min_p": 0.5, "temperature": 0.0}, [8, 4, 2, 1, 1]),  # greedy: no filter
     ({"top_p": 1.5}, [8, 4, 2, 1, 1]),                 # off
     ({"top_k": 2, "top_p": 0.6}, [8, 0, 0, 0, 0]),     # top-k first: 8/12 >= 0.6; else 8 and 4 would stay
     ({"temperature": 0.5, "top_p": 0.7}, [64, 0, 0, 0, 0]),  # temperature first: 64/86 >= 0.7 > 8/16
@@ -67,6 +74,22 @@ def close(expected):
 def test_by_hand(backend, settings, expected):
     probs, status = one_row(logs(8, 4, 2, 1, 1), backend=backend, **settings)
     assert probs == close([x / sum(expected) for x in expected]) and status == 0
+
+
+@pytest.mark.parametrize("best", [0.0, 9.0, -3.0, 1e-20, 3e4])
+def test_min_p_keeps_the_border(backend, best):
+    """The ids are those whose exp(x - best), in float32, is at least min_p: where this is some id's own number, or a
+    float more. The logits lie around the border too, and around zero."""
+    g = torch.Generator().manual_seed(1)
+    for share in (1.0, 1 - 2**-24, 0.5, 0.03, 1e-30, 1e-45):
+        x = best + math.log(share) * (1 + torch.randn(40, generator=g) * 1e-6)
+        x = torch.cat([x, torch.tensor([best]), best - 3 * torch.rand(20, generator=g)]).clamp(max=best).to(DEVICE)
+        e = exp(x - best)
+        for min_p in {share, e[0].item(), e[45].item()}:
+            one = torch.tensor([min_p], device=DEVICE)
+            for number in (one, one.nextafter(torch.ones_like(one))):
+                probs = guided_probs(x[None, None], None, None, 1.0, 0, 1.0, min_p=number, backend=backend).probs
+                assert torch.equal(probs[0, 0] > 0, (e >= number) & (e > 0))
 
 
 @pytest.mark.parametrize("cond, uncond, guidance, expected", [

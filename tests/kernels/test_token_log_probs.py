@@ -78,7 +78,8 @@ def test_are_the_logarithms_of_guided_probs(backend, case):
     got = token_log_probs(*args, tokens, rows=rows, **kwargs, backend=backend)
     rows = torch.arange(N, device=DEVICE).expand(B, N) if rows is None else rows
     is_there = (rows < N) & (tokens >= 0) & (tokens < V)
-    full, probs = (guided_probs(*args[:4], *filters, **kwargs).probs for filters in ((0, 1.0), args[4:]))
+    full, probs = (guided_probs(*args[:4], *filters, **kwargs | off).probs
+                   for filters, off in (((0, 1.0), {"min_p": None}), (args[4:], {})))
     likeliest = ((probs == probs.amax(-1, keepdim=True)) & (probs > 0)).float()
     for ours, table in ((got.full, full), (got.sampled, torch.where(temperature == 0, likeliest, probs))):
         theirs = table[torch.arange(B)[:, None], rows.clamp(0, N - 1), tokens.clamp(0, V - 1)] * is_there

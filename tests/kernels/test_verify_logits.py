@@ -191,8 +191,9 @@ def test_an_empty_residual_becomes_uniform(backend, V):
 def both(args, kwargs, backend):
     """The outputs of verify_logits and of the ops that it replaces, and the rows' probabilities or statuses."""
     logits, uncond, tokens, first_child, next_sibling, uniforms, *settings = args
-    own = {"id_range": kwargs.get("id_range"), "filters": kwargs.get("filters", "k_then_p"), "backend": "oracle"}
-    rule = {name: kwargs[name] for name in kwargs.keys() - {"id_range", "filters", "seeds", "positions"}}
+    own = {"id_range": kwargs.get("id_range"), "filters": kwargs.get("filters", "k_then_p"),
+           "min_p": kwargs["min_p"], "backend": "oracle"}
+    rule = {name: kwargs[name] for name in kwargs.keys() - {"id_range", "filters", "min_p", "seeds", "positions"}}
     got = verify_logits(*args, **kwargs, backend=backend)
     tree = (tokens, first_child, next_sibling)
     if uniforms is not None:
@@ -208,7 +209,7 @@ RULES = [{}, {"num_draft_rows": 2, "omega": (0.75, 1.0, 1.25)}] + [
 FILTERS = [  # each filter alone, both, none, and a greedy request beside another
     {"settings": settings, "filters": filters}
     for settings in ([(2.0, 1.0, 50, 1.0)], [(2.0, 1.0, 0, 0.9), (1.5, 0.0, 3, 0.5)], [(2.0, 2.0, 0, 1.0)],
-                     [(1.5, 2.0, 70, 0.95), (2.0, 1.3, 30, 0.8)])
+                     [(1.5, 2.0, 70, 0.95), (2.0, 1.3, 30, 0.8)], [(2.0, 2.0, 0, 1.0, 0.05)])
     for filters in ("k_then_p", "p_then_k")]
 LAWS = [rule | FILTERS[(3 * i + turn) % len(FILTERS)] for i, rule in enumerate(RULES) for turn in (0, 4)]
 

@@ -39,6 +39,7 @@ STRICT = {"ancestors", "status", "neighbors"}  # words of bits, bits, and a tabl
 SHARED = {"ancestors", "first_child", "next_sibling", "draft_row", "depth"}
 SETTINGS = {"delta": (0.25, np.float32(0.5)), "omega": (1.5, np.float64(1.25)), "guidance": (3, np.float32(1.5)),
             "temperature": (0.5, np.float32(2)), "top_k": (3, np.int64(5)), "top_p": (0.75, np.float64(0.5)),
+            "min_p": (0.25, np.float32(0.5)),
             "greedy": (True, False)}
 MAY_BE_NUMBERS = [(op, name) for op in OPS for name in SETTINGS if name in PARAMETERS[op]
                   and (name != "temperature" or "top_k" in PARAMETERS[op])]
@@ -255,12 +256,14 @@ def test_settings_of_logits_have_ranges(op):
     for named in cases_of(op):
         for name, numbers, message in [
                 ("temperature", (-1.0, -1e-9, NAN, np.float32(-1)), "temperature must be a number >= 0, got "),
-                ("top_p", (90, 1.0001, -0.1, NAN, INF), r"top_p must be a number in \[0, 1\], got ")]:
+                ("top_p", (90, 1.0001, -0.1, NAN, INF), r"top_p must be a number in \[0, 1\], got "),
+                ("min_p", (90, 1.0001, -0.1, NAN, INF), r"min_p must be a number in \[0, 1\], got ")]:
             for number in numbers:
                 with pytest.raises(ValueError, match=message):
                     function(**named | {name: number})
-            function(**named | {name: torch.full_like(named[name], numbers[0])})
-        off = (function(**named | dict(zip(("top_k", "top_p"), filters))) for filters in ((None, None), (0, 1.0)))
+            function(**named | {name: torch.full_like(named["temperature"], numbers[0])})
+        off = (function(**named | dict(zip(("top_k", "top_p", "min_p"), filters)))
+               for filters in ((None, None, None), (0, 1.0, 0)))
         assert all(map(same, *off))
         without = named | {"uncond": None}
         for number in (7.5, 0, -1.0, NAN):

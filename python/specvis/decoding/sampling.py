@@ -20,18 +20,20 @@ ACCEPT, DRAFT, SHAPE, ORDER, NOISE, UNALIGNED, RESAMPLE, RESAMPLE_NOISE, FRESH =
 class Sampling(BatchState):
     """How each of B requests draws its tokens."""
 
-    ROWS = ("seeds", "guidance", "temperature", "top_k", "top_p")
+    ROWS = ("seeds", "guidance", "temperature", "top_k", "top_p", "min_p")
 
     seeds: Tensor        # (B,) int64
     guidance: Tensor     # (B,) float32   1 is off
     temperature: Tensor  # (B,) float32   0 is greedy
     top_k: Tensor        # (B,) int32     0 is off
     top_p: Tensor        # (B,) float32   1 is off
+    min_p: Tensor        # (B,) float32   0 is off
     log_probs: bool = False  # whether Decoded has the tokens' log-probabilities
 
     @staticmethod
     def of(seeds: list[int] | int, *, guidance: float | list[float] = 2.0, temperature: float | list[float] = 1.0,
-           top_k: int | list[int] | None = 0, top_p: float | list[float] | None = 1.0, log_probs: bool = False,
+           top_k: int | list[int] | None = 0, top_p: float | list[float] | None = 1.0,
+           min_p: float | list[float] | None = 0.0, log_probs: bool = False,
            device: torch.device | str = "cpu") -> "Sampling":
         """The same number for all requests, or a list with one for each. Seeds: one for each, alone the one request's.
 
@@ -39,10 +41,11 @@ class Sampling(BatchState):
 
         Raises:
             ValueError: seeds are no list of whole numbers of 64 bits, temperature < 0, top_k no whole number of at
-                least 0, top_p outside (0, 1], guidance not finite, a number that does not fit into 32 bits, a
-                list of another length
+                least 0, top_p outside (0, 1], min_p outside [0, 1], guidance not finite, a number that does not fit
+                into 32 bits, a list of another length
         """
         seeds, top_k, top_p = check_seeds(seeds), 0 if top_k is None else top_k, 1.0 if top_p is None else top_p
+        min_p = 0.0 if min_p is None else min_p
 
         def each(name, value, holds, wanted, dtype=torch.float32):
             values = list(value) if isinstance(value, (list, tuple)) else [value] * len(seeds)
@@ -58,7 +61,8 @@ class Sampling(BatchState):
             each("guidance", guidance, lambda x: is_number(x, -MAX_NUMBER), "a finite number in 32 bits"),
             each("temperature", temperature, lambda x: is_number(x, 0), "at least 0 and finite in 32 bits"),
             each("top_k", top_k, lambda x: is_count(x, 0, MAX_TOP_K), count_within(0, MAX_TOP_K), torch.int32),
-            each("top_p", top_p, lambda x: is_number(x, 0, 1) and x > 0, "within (0, 1]"), log_probs)
+            each("top_p", top_p, lambda x: is_number(x, 0, 1) and x > 0, "within (0, 1]"),
+            each("min_p", min_p, lambda x: is_number(x, 0, 1), "within [0, 1]"), log_probs)
 
     def __getitem__(self, requests: list[int]) -> "Sampling":
         return Sampling(*(getattr(self, name)[requests] for name in self.ROWS), self.log_probs)
@@ -70,7 +74,7 @@ class Sampling(BatchState):
         """The arguments by which ops take logits (R, N, V): each request's rows, its guidance and its filters."""
         cond, uncond = (logits, None) if len(logits) == len(self.seeds) else logits.chunk(2)
         return {"logits": cond, "uncond": uncond, "guidance": self.guidance, "temperature": self.temperature,
-                "top_k": self.top_k, "top_p": self.top_p}
+                "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
 
     def draw(self, logits: Tensor, positions: Tensor, ids: Tensor | None = None, guesses: Tensor | None = None,
              ahead: int = 0) -> DrawTokensResult:

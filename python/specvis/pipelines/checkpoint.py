@@ -33,7 +33,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # weight
 # What a draft model has in common with its target.
 SHARED = ("vocabulary", "grid", "condition_tokens", "tokens", "channels", "classes", "caption_dim")
 
-FILTERS = {"guidance": 1.2, "top_k": 100, "top_p": 0.8}  # the shipped models' where pipeline.json has none
+FILTERS = {"guidance": 1.2, "top_k": 100, "top_p": 0.8, "min_p": 0.0}  # where pipeline.json has none
 CONTINUOUS_GUIDANCE = 2.5
 
 
@@ -64,19 +64,22 @@ class ModelSettings:
     guidance: float | None = None
     top_k: int | None = None         # 0 keeps all
     top_p: float | None = None       # 1 keeps all
+    min_p: float | None = None       # 0 keeps all
     text_encoder: str | None = None  # folder of the T5 that reads prompts
     temperature: float | None = None
 
     def __post_init__(self):
         number = (int, float), "a number"
         for name, (kinds, wanted) in {"guidance": number, "top_k": ((int,), "a whole number"), "top_p": number,
-                                      "text_encoder": ((str,), "a string"), "temperature": number}.items():
+                                      "min_p": number, "temperature": number,
+                                      "text_encoder": ((str,), "a string")}.items():
             if (value := getattr(self, name)) is not None and type(value) not in kinds:
                 raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
-    def filters(self, guidance=None, top_k=None, top_p=None, temperature=None) -> dict:
+    def filters(self, guidance=None, top_k=None, top_p=None, temperature=None, min_p=None) -> dict:
         """How discrete tokens are drawn: as given, or where that is None as these settings say."""
-        given = {"guidance": guidance, "top_k": top_k, "top_p": top_p, "temperature": temperature}
+        given = {"guidance": guidance, "top_k": top_k, "top_p": top_p, "temperature": temperature,
+                 "min_p": min_p}
         for source in (vars(self), FILTERS | {"temperature": 1.0}):
             given = {name: source[name] if value is None else value for name, value in given.items()}
         return given

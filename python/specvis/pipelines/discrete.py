@@ -210,14 +210,15 @@ class Pipeline(nn.Module):
 
     def sampling(self, seeds: list[int] | int, *, guidance: float | list[float] | None = None,
                  temperature: float | list[float] | None = None, top_k: int | list[int] | None = None,
-                 top_p: float | list[float] | None = None, log_probs: bool = False) -> Sampling:
+                 top_p: float | list[float] | None = None, min_p: float | list[float] | None = None,
+                 log_probs: bool = False) -> Sampling:
         """How `specvis generate` draws with this model and these seeds, one for each prompt, on the model's device.
 
         Numbers are as for `Sampling.of`, which also says what is refused. What is None is the folder's number
-        (pipeline.json), or else the shipped model's: guidance 1.2, top_k 100, top_p 0.8.
+        (pipeline.json), or else the shipped model's: guidance 1.2, top_k 100, top_p 0.8, min_p 0.
         """
-        return Sampling.of(seeds, **self.settings.filters(guidance, top_k, top_p, temperature), log_probs=log_probs,
-                           device=self.device)
+        return Sampling.of(seeds, **self.settings.filters(guidance, top_k, top_p, temperature, min_p),
+                           log_probs=log_probs, device=self.device)
 
     def source(self, prompts: list[str]) -> Source:
         """What `condition` of `gpt` takes: features (B, S, C) or class ids (B,) int64, and a padding mask or None.
