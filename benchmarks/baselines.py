@@ -44,8 +44,8 @@ def guided_multinomial(logits, uncond, guidance, temperature, top_k, top_p, seed
     return torch.multinomial(probs.flatten(0, 1), 1).view(positions.shape)
 
 
-def scatter_and_add(tokens, counts, failed, target_forwards, num_accepted_at, num_drafted_at, tv_excess, node_tokens,
-                    accepted_nodes, num_accepted, next_token, step_excess, status, depth):
+def scatter_and_add(tokens, counts, node_tokens, accepted_nodes, num_accepted, next_token, *, failed, target_forwards,
+                    num_accepted_at, num_drafted_at, tv_excess, step_excess, status, depth):
     """commit_tokens by torch's own operations. Finished images write into the last columns, which nobody reads."""
     L = num_accepted_at.shape[1]
     nodes, last = pad(accepted_nodes.clamp(min=0), (1, 0)).long(), num_accepted[:, None].long()

@@ -10,7 +10,7 @@ from ._define import backends, ops
 from .accept_gaussian import AcceptGaussianResult, accept_gaussian
 from .codebook_neighbors import codebook_neighbors
 from .commit_kv import commit_kv
-from .commit_tokens import CommitTokensResult, commit_tokens  # noqa: F401  for the loop of specvis alone
+from .commit_tokens import CommitTokensResult, commit_tokens
 from .couple_tokens import CoupleTokensResult, couple_tokens
 from .decoder_layers import DecoderLayer, PackedLayers, decoder_layers, join_weights, pack_layers
 from .denoise_tokens import DenoiserBlock, DenoiseTokensResult, PackedDenoiser, denoise_tokens, pack_denoiser
@@ -56,16 +56,17 @@ from .verify_tree import VerifyResult, verify_tree
 
 __version__ = "0.2.0.dev0"
 __all__ = [
-    "accept_gaussian", "codebook_neighbors", "commit_kv", "couple_tokens", "decoder_layers", "denoise_tokens",
-    "draft_children", "draft_frontier", "draw_children", "draw_tokens", "expand_tree", "guided_probs",
-    "neighborhood_sum", "packed_linear", "philox_uniforms", "resample_gaussian", "rms_norm", "rotate_into_cache",
-    "sample_residual", "select_tree", "swiglu", "token_log_probs", "transformer_blocks", "tree_attention", "tree_links",
-    "tree_mask", "verify_chain", "verify_greedy", "verify_logits", "verify_tree",
-    "AcceptGaussianResult", "CoupleTokensResult", "DecoderLayer", "DenoiseTokensResult", "DenoiserBlock",
-    "DraftChildrenResult", "DraftFrontierResult", "DrawChildrenResult", "DrawTokensResult", "ExpandTreeResult",
-    "GuidedProbsResult", "NeighborhoodSumResult", "PackedBlocks", "PackedDenoiser", "PackedLayers", "RMSNormResult",
-    "ResampleGaussianResult", "SampleResidualResult", "SelectTreeResult", "StatusError", "TokenLogProbsResult",
-    "TransformerBlock", "TreeLinksResult", "VerifyChainResult", "VerifyGreedyResult", "VerifyResult",
+    "accept_gaussian", "codebook_neighbors", "commit_kv", "commit_tokens", "couple_tokens", "decoder_layers",
+    "denoise_tokens", "draft_children", "draft_frontier", "draw_children", "draw_tokens", "expand_tree",
+    "guided_probs", "neighborhood_sum", "packed_linear", "philox_uniforms", "resample_gaussian", "rms_norm",
+    "rotate_into_cache", "sample_residual", "select_tree", "swiglu", "token_log_probs", "transformer_blocks",
+    "tree_attention", "tree_links", "tree_mask", "verify_chain", "verify_greedy", "verify_logits", "verify_tree",
+    "AcceptGaussianResult", "CommitTokensResult", "CoupleTokensResult", "DecoderLayer", "DenoiseTokensResult",
+    "DenoiserBlock", "DraftChildrenResult", "DraftFrontierResult", "DrawChildrenResult", "DrawTokensResult",
+    "ExpandTreeResult", "GuidedProbsResult", "NeighborhoodSumResult", "PackedBlocks", "PackedDenoiser", "PackedLayers",
+    "RMSNormResult", "ResampleGaussianResult", "SampleResidualResult", "SelectTreeResult", "StatusError",
+    "TokenLogProbsResult", "TransformerBlock", "TreeLinksResult", "VerifyChainResult", "VerifyGreedyResult",
+    "VerifyResult",
     "backends", "check_status", "gumbel_noise", "join_weights", "ops", "pack_blocks", "pack_denoiser", "pack_layers",
     "pack_weight", "philox_words", "tree_from_choices", "tree_from_mask", "tree_from_paths", "tree_paths",
     "EMPTY_RESIDUAL", "INVALID_DRAFT", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE", "OUT_OF_TRIES",

@@ -22,7 +22,8 @@ def batching_rule(op, batch: str | None, written: list[int]):
 
     def rule(info, in_dims, *args):
         S = info.batch_size
-        for i in written:
+        given = [i for i in written if args[i] is not None]
+        for i in given:
             if None in tree_leaves(in_dims[i], is_leaf=lambda dim: dim is None):
                 raise ValueError(f"{names[i]} must be mapped like the other arguments, "
                                  f"because {op._schema.name.partition('::')[2]} writes to it")
@@ -43,7 +44,7 @@ def batching_rule(op, batch: str | None, written: list[int]):
         folded = [fold(x, dim) if isinstance(x, Tensor) and name not in TABLES else x
                   for name, x, dim in zip(names, args, in_dims)]
         outputs = op(*folded)
-        for i in written:
+        for i in given:
             args[i].movedim(in_dims[i], 0).copy_(unfold(folded[i]))
         outputs = tree_map(unfold, outputs)
         return outputs, tree_map(lambda _: 0, outputs)

@@ -172,6 +172,11 @@ class Arguments {
   void write(const char* name, const Tensor& tensor, const char* sizes, T** to) {
     *to = static_cast<T*>(write(name, tensor, sizes, type_of<T>()));
   }
+  template <class T>
+  void write(const char* name, const std::optional<Tensor>& tensor, const char* sizes, T** to) {
+    *to = nullptr;
+    if (tensor) write(name, *tensor, sizes, to);
+  }
   void* write(const char* name, const Tensor& tensor, const char* sizes, ScalarType type) {
     check_sizes(name, tensor, sizes);
     require(tensor.scalar_type() == type, name, "has another dtype");

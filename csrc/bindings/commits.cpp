@@ -50,12 +50,16 @@ Tensor commit_kv(const std::vector<Tensor>& caches, const Tensor& accepted_nodes
   return new_lengths;
 }
 
-Tensors<3> commit_tokens(const Tensor& tokens, const Tensor& counts, const Tensor& failed,
-                         const Tensor& target_forwards, const Tensor& num_accepted_at, const Tensor& num_drafted_at,
-                         const Tensor& tv_excess, const Tensor& node_tokens, const Tensor& accepted_nodes,
-                         const Tensor& num_accepted, const Tensor& next_token, const MaybeTensor& step_excess,
-                         const Tensor& status, const Tensor& depth) {
-  Arguments a("commit_tokens", "LN");
+Tensors<3> commit_tokens(const Tensor& tokens, const Tensor& counts, const Tensor& node_tokens,
+                         const Tensor& accepted_nodes, const Tensor& num_accepted, const Tensor& next_token,
+                         const MaybeTensor& failed, const MaybeTensor& target_forwards,
+                         const MaybeTensor& num_accepted_at, const MaybeTensor& num_drafted_at,
+                         const MaybeTensor& tv_excess, const MaybeTensor& step_excess, const MaybeTensor& status,
+                         const MaybeTensor& depth) {
+  Arguments a("commit_tokens", "CLN");
+  for (const MaybeTensor* account :
+       {&target_forwards, &num_accepted_at, &num_drafted_at, &tv_excess, &step_excess, &status, &depth})
+    a.require(account->has_value() == failed.has_value(), "its accounts must be given together");
   CommitTokens batch = {};
   a.write("tokens", tokens, "BC", &batch.tokens);
   a.write("counts", counts, "B", &batch.counts);
@@ -72,6 +76,7 @@ Tensors<3> commit_tokens(const Tensor& tokens, const Tensor& counts, const Tenso
   a.read("status", status, "B", &batch.status);
   a.read("depth", depth, "B", &batch.depth);
   const int64_t B = batch.B = a.size('B'), P = batch.P = a.size('P');
+  if (!failed) a.size("tokens", a.size('C'), 'L');
   a.sizes("CLN", batch.C, batch.L, batch.N);
   a.require(batch.C >= batch.L, "tokens has too few columns");
   Tensor new_tokens = a.make({B, P + 1}, &batch.new_tokens), nodes = a.make({B, P + 1}, &batch.nodes);

@@ -10,16 +10,16 @@ struct CommitTokens {
   int64_t B, C, L, N, P;
   int64_t* tokens;                // (B, C)
   int64_t* counts;                // (B)
-  bool* failed;                   // (B)
-  int64_t* target_forwards;       // (B)
-  int64_t* num_accepted_at;       // (B, L)
-  int64_t* num_drafted_at;        // (B, L)
-  float* tv_excess;               // (B)
   const int64_t* node_tokens;     // (B, N)
   const int32_t* accepted_nodes;  // (B, P)
   const int32_t* num_accepted;    // (B)
   const int64_t* next_token;      // (B)
-  const float* step_excess;       // (B) or null
+  bool* failed;                   // (B), or null: then there are no accounts, down to depth
+  int64_t* target_forwards;       // (B)
+  int64_t* num_accepted_at;       // (B, L)
+  int64_t* num_drafted_at;        // (B, L)
+  float* tv_excess;               // (B)
+  const float* step_excess;       // (B)
   const int32_t* status;          // (B)
   const int64_t* depth;           // (B)
   int64_t* new_tokens;            // (B, P + 1)
@@ -45,19 +45,21 @@ struct CommitTokens {
     if (is_active(count) && i <= last && i < L - count) tokens[b * C + count + i] = token;
   }
 
-  // Accounts for the step. Nothing reads the image's count after that.
+  // Accounts for the step, and counts. Nothing reads the image's count after that.
   HOST_DEVICE void account(int64_t b, int64_t count) const {
     const int64_t last = last_new(b);
     num_new[b] = last + 1;
     if (!is_active(count)) return;
     const int64_t room = L - 1 - count;
+    counts[b] = last >= room ? L : count + last + 1;
+    if (!failed) return;
     num_accepted_at[b * L + count] = last;
     num_drafted_at[b * L + count] = depth[b] < room ? depth[b] : room;
     target_forwards[b] = static_cast<int64_t>(static_cast<uint64_t>(target_forwards[b]) + 1);  // wraps, as torch's
-    if (step_excess) tv_excess[b] += step_excess[b];
-    const bool is_invalid = status[b] & kInvalidRow;
-    if (is_invalid) failed[b] = true;
-    counts[b] = is_invalid || last >= room ? L : count + last + 1;
+    tv_excess[b] += step_excess[b];
+    if (!(status[b] & kInvalidRow)) return;
+    failed[b] = true;
+    counts[b] = L;
   }
 };
 

@@ -7,12 +7,12 @@ from ._rows import INVALID_ROW
 
 @kernel()
 def commit_tokens_kernel(
-        tokens, counts, failed, target_forwards,   # (B, C), then (B)
-        num_accepted_at, num_drafted_at,           # (B, L)
-        tv_excess,                                 # (B)
+        tokens, counts,                            # (B, C), (B)
         node_tokens, accepted_nodes,               # (B, N), (B, P)
         num_accepted, next_token,                  # (B)
-        step_excess, status, depth,                # (B); step_excess may be None
+        failed, target_forwards,                   # (B); these and the next two lines: all are given, or None is
+        num_accepted_at, num_drafted_at,           # (B, L)
+        tv_excess, step_excess, status, depth,     # (B)
         new_tokens, nodes, num_new,                # (B, P + 1), (B, P + 1), (B)
         C, L, N, P, BLOCK: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
@@ -39,24 +39,26 @@ def commit_tokens_kernel(
         start += BLOCK
 
     tl.store(num_new + b, last + 1)
-    tl.store(num_accepted_at + b * L + count, last, mask=is_active)
-    tl.store(num_drafted_at + b * L + count, tl.minimum(tl.load(depth + b), room), mask=is_active)
-    tl.store(target_forwards + b, tl.load(target_forwards + b) + 1, mask=is_active)
-    if step_excess is not None:
+    is_full = last >= room
+    if failed is not None:
+        tl.store(num_accepted_at + b * L + count, last, mask=is_active)
+        tl.store(num_drafted_at + b * L + count, tl.minimum(tl.load(depth + b), room), mask=is_active)
+        tl.store(target_forwards + b, tl.load(target_forwards + b) + 1, mask=is_active)
         tl.store(tv_excess + b, tl.load(tv_excess + b) + tl.load(step_excess + b), mask=is_active)
-    is_invalid = (tl.load(status + b) & INVALID_ROW) != 0
-    tl.store(failed + b, is_invalid, mask=is_active & is_invalid)
-    tl.store(counts + b, tl.where(is_invalid | (last >= room), L, count + last + 1), mask=is_active)
+        is_invalid = (tl.load(status + b) & INVALID_ROW) != 0
+        tl.store(failed + b, is_invalid, mask=is_active & is_invalid)
+        is_full |= is_invalid
+    tl.store(counts + b, tl.where(is_full, L, count + last + 1), mask=is_active)
 
 
-def commit_tokens(tokens, counts, failed, target_forwards, num_accepted_at, num_drafted_at, tv_excess, node_tokens,
-                  accepted_nodes, num_accepted, next_token, step_excess, status, depth):
-    (B, C), L, N, P = tokens.shape, num_accepted_at.shape[1], node_tokens.shape[1], accepted_nodes.shape[1]
+def commit_tokens(tokens, counts, node_tokens, accepted_nodes, num_accepted, next_token, *accounts):
+    (B, C), N, P = tokens.shape, node_tokens.shape[1], accepted_nodes.shape[1]
+    num_accepted_at = accounts[2]
+    L = C if num_accepted_at is None else num_accepted_at.shape[1]
     new_tokens, nodes = (tokens.new_empty(B, P + 1) for _ in range(2))
     num_new = tokens.new_empty(B)
     if B > 0:
         commit_tokens_kernel[(B,)](
-            tokens, counts, failed, target_forwards, num_accepted_at, num_drafted_at, tv_excess, node_tokens,
-            accepted_nodes, num_accepted, next_token, step_excess, status, depth, new_tokens, nodes, num_new, C, L, N,
-            P, BLOCK=32, num_warps=1, enable_fp_fusion=False)
+            tokens, counts, node_tokens, accepted_nodes, num_accepted, next_token, *accounts, new_tokens, nodes,
+            num_new, C, L, N, P, BLOCK=32, num_warps=1, enable_fp_fusion=False)
     return new_tokens, nodes, num_new

@@ -17,7 +17,7 @@ UNBATCHED = {"codebook_neighbors", "decoder_layers", "denoise_tokens", "packed_l
 MUTATES = {      # op -> the arguments that it writes to, contiguous; tensors or lists of them
     "commit_kv": ("caches",),
     "commit_tokens": ("tokens", "counts", "failed", "target_forwards", "num_accepted_at", "num_drafted_at",
-                      "tv_excess"),
+                      "tv_excess"),  # from the third on they may be None
     "decoder_layers": ("kv_cache",),
     "rotate_into_cache": ("kv_cache",),
 }

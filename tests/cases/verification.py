@@ -274,10 +274,10 @@ def commit_kv(B, N, P, options=None):
 
 
 # Nothing accepted; images that end in this step; invalid statuses and numbers, and none.
-CASES["commit_tokens"] = [(1, 1, 0, 1), (3, 7, 3, 9), (8, 20, 6, 5, False), (2, 60, 40, 50), (5, 3, 2, 4, True)]
+CASES["commit_tokens"] = [(1, 1, 0, 1), (3, 7, 3, 9), (8, 20, 6, 5, False), (2, 60, 40, 50, False), (5, 3, 2, 4)]
 
 
-def commit_tokens(B, N, P, L, excess=True, invalid=True):
+def commit_tokens(B, N, P, L, accounts=True, invalid=True):
     """Images of which some end in this step. `invalid`: some have ended, and some statuses and numbers are bad."""
     g = torch.Generator().manual_seed(B + N + P + L)
 
@@ -291,11 +291,13 @@ def commit_tokens(B, N, P, L, excess=True, invalid=True):
         accepted_nodes[torch.arange(P, device=DEVICE) >= num_accepted[:, None]] = -1
     else:
         counts[2::5], num_accepted[3::4], num_accepted[4::5] = L + 3, -2, P + 9
-    written = (integers(0, 99, B, L + P + 1), counts, (integers(0, 5, B) == 0) & invalid, integers(1, 9, B),
-               integers(-1, 9, B, L), integers(0, 9, B, L), torch.rand(B, generator=g).to(DEVICE))
-    step_excess = torch.rand(B, generator=g).to(DEVICE) if excess else None
-    return (*written, integers(0, 99, B, N), accepted_nodes, num_accepted, integers(0, 99, B), step_excess,
-            integers(0, 8 if invalid else 1, B, dtype=torch.int32), integers(0, 9, B)), {}
+    named = {"failed": (integers(0, 5, B) == 0) & invalid, "target_forwards": integers(1, 9, B),
+             "num_accepted_at": integers(-1, 9, B, L), "num_drafted_at": integers(0, 9, B, L),
+             "tv_excess": torch.rand(B, generator=g).to(DEVICE), "step_excess": torch.rand(B, generator=g).to(DEVICE),
+             "status": integers(0, 8 if invalid else 1, B, dtype=torch.int32), "depth": integers(0, 9, B)}
+    args = (integers(0, 99, B, L + accounts * (P + 1)), counts, integers(0, 99, B, N), accepted_nodes, num_accepted,
+            integers(0, 99, B))
+    return args, named if accounts else dict.fromkeys(named)
 
 
 # Each cutoff and residual; groups in place of neighbors; sums that are not exact.

@@ -335,8 +335,8 @@ def commit_kv(d):
 
 def commit_tokens(d):
     N, P, L = d.nodes(), d.pick(0, 1, 3, 6), d.pick(1, 2, 9, 30)
-    args, _ = cases.commit_tokens(d.batch(), N, P, L, d.chance(0.7), N == 1 or d.chance(0.7))
-    named = dict(zip(inspect.signature(specvis_kernels.commit_tokens).parameters, args))
+    args, accounts = cases.commit_tokens(d.batch(), N, P, L, d.chance(0.7), N == 1 or d.chance(0.7))
+    named = dict(zip(inspect.signature(specvis_kernels.commit_tokens).parameters, args)) | accounts
     for name, bad in (("counts", (L, L - 1, *INT64)), ("num_accepted", (P + 1, *INT32)), ("status", INT32),
                       ("accepted_nodes", (N, *INT32)), ("depth", INT64), ("tv_excess", DELTAS),
                       ("step_excess", DELTAS), ("next_token", INT64), ("target_forwards", INT64)):

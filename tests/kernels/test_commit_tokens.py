@@ -8,6 +8,7 @@ from tests import cases
 from tests.cases import DEVICE
 
 WRITTEN = cases.MUTATES["commit_tokens"]
+ACCOUNTS = (*WRITTEN[2:], "step_excess", "status", "depth")
 INT32 = ("accepted_nodes", "num_accepted", "status")
 
 
@@ -27,7 +28,7 @@ def commit(backend, **changes):
     """(results, what was written to), as lists."""
     given = arguments(**changes)
     out = commit_tokens(**given, backend=backend)
-    return [t.tolist() for t in out], {name: given[name].tolist() for name in WRITTEN}
+    return [t.tolist() for t in out], {name: given[name].tolist() for name in WRITTEN if given[name] is not None}
 
 
 def test_by_hand(backend):
@@ -37,6 +38,14 @@ def test_by_hand(backend):
     assert written == {"tokens": [[7, 6, 3, 4, 9, 50, 51]], "counts": [5], "failed": [False], "target_forwards": [4],
                        "num_accepted_at": [[-1, -1, 2, -1, -1]], "num_drafted_at": [[0, 0, 2, 0, 0]],
                        "tv_excess": [0.75]}
+
+
+@pytest.mark.parametrize("count, tokens, new_count", [
+    (2, [7, 6, 3, 4, 9, 50, 51], 5), (5, [7, 6, 0, 0, 0, 3, 4], 7), (7, [7, 6, 0, 0, 0, 50, 51], 7)])
+def test_without_accounts(backend, count, tokens, new_count):
+    """Then an image has as many tokens as there are columns."""
+    out, written = commit(backend, **dict.fromkeys(ACCOUNTS), counts=[count])
+    assert out == [[[3, 4, 9, 0]], [[0, 1, 3, 0]], [3]] and written == {"tokens": [tokens], "counts": [new_count]}
 
 
 @pytest.mark.parametrize("num_accepted, new, nodes, count", [
@@ -80,10 +89,8 @@ def test_a_node_outside_of_the_tree_counts_as_the_root(backend):
     assert out[:2] == [[[6, 6, 6, 9]], [[0, 0, 0, 0]]]
 
 
-def test_accounts(backend):
-    """A full counter wraps, and a step may have no excess."""
+def test_a_full_counter_wraps(backend):
     assert commit(backend, target_forwards=[2**63 - 1])[1]["target_forwards"] == [-2**63]
-    assert commit(backend, step_excess=None)[1]["tv_excess"] == [0.5]
 
 
 def test_a_tree_without_drafts(backend):

@@ -20,6 +20,7 @@ def parameters(op):
 ROWS, IDS, EACH = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64), torch.ones(2)
 MEANS = ("target_means", "target_log_sigmas", "draft_means", "draft_log_sigmas")
 PAIR = (torch.zeros(2, 4, 1), torch.zeros(2, 4, 1))
+COMMITTED = make("commit_tokens", 2, 3, 3, 5)
 # B = 2 requests of three nodes, V = 5. What ops share, and what one has otherwise.
 ARGUMENTS = {
     "logits": ROWS, "uncond": None, "guidance": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0,
@@ -34,7 +35,7 @@ OWN = {
     | dict.fromkeys(MEANS, torch.zeros(2, 3, 4)),
     "codebook_neighbors": {"codebook": torch.zeros(4, 2), "k": 2},
     "commit_kv": {"caches": torch.zeros(4, 9), "accepted_nodes": IDS, "num_accepted": IDS[:, 0]},
-    "commit_tokens": dict(zip(parameters("commit_tokens"), make("commit_tokens", 2, 3, 3, 5)[0])),
+    "commit_tokens": dict(zip(parameters("commit_tokens"), COMMITTED[0])) | COMMITTED[1],
     "couple_tokens": {"uniforms": torch.zeros(2, 3, 2)},
     "draw_children": {"uniforms": torch.zeros(2, 3, 4)},
     "draft_children": {"uniforms": torch.zeros(2, 3, 4)},
@@ -82,6 +83,7 @@ def test_a_name_is_one_of_some(op, name):
 
 @pytest.mark.parametrize("op, name, sizes", [  # a dash: this size may be 0
     ("accept_gaussian", "tokens", "-GC"), ("commit_tokens", "node_tokens", "-N"),
+    ("commit_tokens", "tokens", "-C"), ("commit_tokens", "num_accepted_at", "-L"),
     ("couple_tokens", "target_probs", "-W-"), ("draft_children", "logits", "-FV"), ("draft_frontier", "logits", "-FV"),
     ("draw_children", "draft_probs", "-FV"), ("draw_children", "uniforms", "--K"), ("draw_tokens", "logits", "-NV"),
     ("expand_tree", "draft_probs", "-FV"), ("guided_probs", "logits", "--V"), ("resample_gaussian", "tokens", "-G-"),
@@ -164,7 +166,9 @@ REFUSED = {
         ({"caches": torch.zeros(4, 9, 2, 3)}, r"column_dim must be given for .* 2 for \(R, H, T, D\), as transf"),
     ],
     "commit_tokens": [
-        ({"tokens": torch.zeros(2, 4).long()}, "tokens must have at least the L=5 columns of num_acc.*_at, and L >= 1"),
+        ({"tokens": torch.zeros(2, 4).long()}, "tokens must have at least the L=5 columns of num_accepted_at, got C=4"),
+        ({"depth": None}, "failed and .* and depth must be given together, but depth is missing"),
+        (dict.fromkeys(COMMITTED[1]) | {"tv_excess": EACH}, "together, but failed and .* and depth are missing"),
     ],
     "couple_tokens": [
         ({"uniforms": torch.zeros(2, 3)}, r"uniforms must be float32 \(B=2, W=3, accept and draw=2\), got float32"),

@@ -90,7 +90,8 @@ CHANGING = {
     "accept_gaussian": [[(B, G, 16) for B in BATCHES for G in (1, 7, 16, 32)]],
     "commit_kv": [[(B, N, P, {"layout": layout, "columns": 160, "some_wrong": False}) for B in BATCHES for N in NODES
                    for P in (1, 2, 7, 16) if P < N] for layout in ("rows", "layers", "heads")],
-    "commit_tokens": [[(B, N, P, 576, True, False) for B in BATCHES for N in NODES[1:] for P in (1, 2, 7, 16, 40)]],
+    "commit_tokens": [[(B, N, P, 576, accounts, False) for B in BATCHES for N in NODES[1:] for P in (1, 2, 7, 16, 40)]
+                      for accounts in (True, False)],
     "couple_tokens": [[(B, W, V, options) for B in BATCHES for W in WINDOWS]
                       for options in ({}, {"k": 6, "residual": "relaxed"}, {"group": 14})],
     "draft_children": [[(B, F, V, K, torch.float32, True, noise) for B in BATCHES for F, K in LEVELS]

@@ -225,10 +225,11 @@ def commit(state: SpeculativeState, step: TreeStep) -> CommitTokensResult:
     if not state.settings.is_chain:  # an accepted part of a chain is where it should be
         state.cache.commit(verified.accepted_nodes, verified.num_accepted, step.output.lengths)
     state.root.copy_(verified.next_token)
-    return commit_tokens(state.tokens, state.counts, state.failed, state.target_forwards, state.num_accepted,
-                         state.num_drafted, state.tv_excess, step.tree.tokens, verified.accepted_nodes,
-                         verified.num_accepted, verified.next_token, verified.tv_excess, verified.status,
-                         state.draft_state.shapes.depth)
+    return commit_tokens(state.tokens, state.counts, step.tree.tokens, verified.accepted_nodes, verified.num_accepted,
+                         verified.next_token, failed=state.failed, target_forwards=state.target_forwards,
+                         num_accepted_at=state.num_accepted, num_drafted_at=state.num_drafted,
+                         tv_excess=state.tv_excess, step_excess=verified.tv_excess, status=verified.status,
+                         depth=state.draft_state.shapes.depth)
 
 
 def update(state: SpeculativeState, step: TreeStep) -> None:
