@@ -25,9 +25,10 @@ def tree_mask(ancestors: Tensor, lengths: Tensor | None = None, *, start: Tensor
         ancestors:  (B, N, W) or (1, N, W) int64   W = ceil(N / 64) words of bits, from `tree_links`
         lengths:    (B,) int32 or int64   how many tokens each request has cached, >= 0; None: no such columns
         start:      (B,) int32 or int64   the column of node 0; None: lengths, the column after the cached tokens
-        form:       "bool" is True where visible; "additive" is 0 where visible, else -inf; "packed" is bits, as
-                    FlashInfer packs each request's segment: bit i % 8 of byte i // 8 is entry i of the flat
-                    (N, columns) mask; "packed_rows" is bits too, but each node's row begins with a byte of its own
+        form:       "bool" is True where visible, as scaled_dot_product_attention takes it; "additive" is 0 where
+                    visible, else -inf; "packed" is bits, as FlashInfer packs each request's segment: bit i % 8 of byte
+                    i // 8 is entry i of the flat (N, columns) mask; "packed_rows" is bits too, but each node's row
+                    begins with a byte of its own
         columns:    columns of the mask; None: N, without `lengths` and `start` only
         dtype:      float32, float16 or bfloat16, of the additive form; or its name
         backend:    None for the device's own kernel; a name from `backends()` to force one
@@ -66,8 +67,8 @@ def tree_mask(ancestors: Tensor, lengths: Tensor | None = None, *, start: Tensor
     if dtype not in FLOATS.values():
         raise ValueError(f"dtype must be one of {', '.join(FLOATS)}, got {dtype!r}")
     mask = _call(backend, for_each(ancestors, B), lengths, start, form, columns, dtype)
-    first = lengths if start is None else start
-    if first is not None and checks(mask):
+    if checks(mask):
+        first = next((first for first in (start, lengths) if first is not None), torch.zeros(B, dtype=torch.int64))
         check_requests("tree_mask", (first < 0) | (first > columns - N),
                        f"columns={columns} do not hold its cached tokens and N={N} nodes")
     return mask

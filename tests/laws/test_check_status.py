@@ -10,7 +10,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import specvis_kernels
-from specvis_kernels import _define, commit_kv, guided_probs, sample_residual, tree_mask, verify_chain, verify_tree
+from specvis_kernels import (
+    _define,
+    commit_kv,
+    commit_tokens,
+    guided_probs,
+    sample_residual,
+    tree_mask,
+    verify_chain,
+    verify_tree,
+)
 from specvis_kernels.status import EMPTY_RESIDUAL, MEANINGS, OUT_OF_TRIES, StatusError, check_status
 from tests.cases import DEVICE
 from tests.tiny import tiny_pipeline
@@ -87,16 +96,25 @@ def test_every_op_can_check_itself(checks):
 
 @pytest.mark.parametrize("is_checked", [True, False])
 def test_what_else_is_checked(monkeypatch, is_checked):
-    """A cache that is too short, counts that were not summed up, and a mask without columns for the nodes."""
+    """A cache that is too short, counts that were not summed up, masks without columns for the nodes, and nodes that
+    are none, too many, or the root."""
     monkeypatch.setattr(_define, "CHECKS", is_checked)
     integers = [torch.tensor(a, device=DEVICE) for a in ([[2], [2]], [1, 1], [0, 2], [[1, 3], [1, 3]], [2, 3])]
     nodes, counts, lengths, ancestors, cached = integers
     rows, uniforms, cache = (torch.full(shape, 0.5, device=DEVICE) for shape in ((6, 2), (6,), (2, 4)))
     tokens = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+
+    def commit(nodes, num_accepted):
+        commit_tokens(ancestors.clone(), counts.clone(), ancestors, nodes, num_accepted, cached)
+
     for call, message in (
             (lambda: commit_kv(cache, nodes, counts, lengths), "commit_kv: .* T=4 .* request 1"),
             (lambda: verify_chain(rows, tokens, 2 * counts, uniforms), "verify_chain: .* D=4, got 2: are the c"),
-            (lambda: tree_mask(ancestors[:, :, None], cached, columns=4), "tree_mask: columns=4 .* N=2 .* request 1")):
+            (lambda: tree_mask(ancestors[:, :, None], cached, columns=4), "tree_mask: columns=4 .* N=2 .* request 1"),
+            (lambda: tree_mask(ancestors[:, :, None], columns=1), "tree_mask: columns=1 .* N=2 .* requests 0, 1"),
+            (lambda: commit(nodes, counts), r"commit_tokens: .* within 1\.\.1, or .* within 0\.\.1, at requests 0, 1$"),
+            (lambda: commit(nodes - 1, lengths), "commit_tokens: .* at request 1$"),
+            (lambda: commit(nodes - 2, lengths // 2), "commit_tokens: .* at request 1$")):
         with pytest.raises(StatusError, match=message) if is_checked else nullcontext():
             call()
 
