@@ -55,7 +55,8 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
         top_p:        (B,) float32 or a number in [0, 1]   off if <= 0 or >= 1; None: off
         min_p:        (B,) float32 or a number in [0, 1]   off if <= 0; None: off
         seeds:        (B,) int32 or int64, or integers   one for each request
-        positions:    (B, N) int32 or int64   of the token that each row predicts; the low 32 bits count
+        positions:    (B, N) int32 or int64   of the token that each row predicts; the low 32 bits count. Rows of one
+                                              position draw with equal noise
         id_range:     two integers first, last: the ids [first, last) that every row may draw; or (B, N, 2) int32
                       or int64, the ids of each row. None: all ids
         filters:      "k_then_p" or "p_then_k", the order of top-k and top-p
