@@ -5,14 +5,12 @@ import click
 import numpy as np
 from PIL import Image
 
-from specvis.cli.options import FILTERS
-from specvis.decoding.sampling import Sampling
 from specvis.files import locked, write_whole
 from specvis.models.llamagen import GPTConfig
 from specvis.models.mar import MARConfig
 from specvis.models.vq import VQConfig
 from specvis.models.words import STYLES
-from specvis.pipelines.checkpoint import load_weights, read_config
+from specvis.pipelines.checkpoint import ModelSettings, load_weights, read_config
 from specvis.pipelines.discrete import SHIPPED, Pipeline
 from specvis.pipelines.mar import MARPair, Scaling
 
@@ -25,8 +23,8 @@ MAR_STAGES = ("mar", "mar_draft")
 
 
 def contact_sheet(pipeline: Pipeline, path: Path) -> None:
-    """NAMES across, STYLES down, at temperature 0.5 by the method vanilla; the n-th name has seed n."""
-    sampling = Sampling.of(list(range(len(NAMES))), temperature=0.5, **FILTERS)
+    """NAMES across, STYLES down, as `specvis generate` draws them; the n-th name has seed n."""
+    sampling = pipeline.sampling(list(range(len(NAMES))))
     rows = []
     for style in STYLES:
         decoded = pipeline.tokens([f"{style} {name}" for name in NAMES], "vanilla", sampling)
@@ -49,7 +47,8 @@ def export_gpt(runs: Path, weights: Path, sheet: Path) -> None:
     config = read_config(runs / "gpt" / "config.json", GPTConfig)
     vq_config = read_config(made(runs / "tokenizer" / "config.json", "tokenizer"), VQConfig)
     draft_config = read_config(runs / "small" / "config.json", GPTConfig)
-    pipeline = Pipeline(config, vq_config, vocabulary_of(runs), draft_config)
+    # at temperature 1 most faces are other ones than the prompt says, and hands have no fingers
+    pipeline = Pipeline(config, vq_config, vocabulary_of(runs), draft_config, settings=ModelSettings(temperature=0.5))
     save(pipeline, runs, weights, words="gpt/words", gpt="gpt/gpt", eagle="eagle/eagle",
          tokenizer="tokenizer/tokenizer", small="small/gpt")
     contact_sheet(pipeline, sheet)

@@ -84,7 +84,7 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
         raise ValueError("dtype must not be given with continuous tokens: it is for discrete ones")
     if all(isinstance(method, ContinuousMethod) for method in methods):
         options.refuse_filters(methods[0].name)
-    temperatures = list(dict.fromkeys(temperatures or [model.filters(None, None, None)["temperature"]]))
+    temperatures = list(dict.fromkeys(temperatures or [model.family and model.settings().temperature or 1.0]))
     runs = [ComparedRun(method, temperature, options.sampling_for(
                 method, seeds, guidance, temperature, top_k, top_p, model, device))
             for temperature in temperatures for method in methods

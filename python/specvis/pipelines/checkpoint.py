@@ -58,7 +58,7 @@ class Vocabulary:
 class ModelSettings:
     """What pipeline.json holds: how a model's pictures are drawn unless one says otherwise, and by which text encoder.
 
-    A number that is None is the shipped model's.
+    A number that is None is that of FILTERS, a temperature 1.
     """
 
     guidance: float | None = None

@@ -215,7 +215,7 @@ class Pipeline(nn.Module):
         """How `specvis generate` draws with this model and these seeds, one for each prompt, on the model's device.
 
         Numbers are as for `Sampling.of`, which also says what is refused. What is None is the folder's number
-        (pipeline.json), or else the shipped model's: guidance 1.2, top_k 100, top_p 0.8, min_p 0.
+        (pipeline.json), or else guidance 1.2, temperature 1, top_k 100, top_p 0.8, min_p 0.
         """
         return Sampling.of(seeds, **self.settings.filters(guidance, top_k, top_p, temperature, min_p),
                            log_probs=log_probs, device=self.device)
