@@ -127,8 +127,12 @@ def split_names(state):
 
 
 def test_two_commands_lead_from_the_files_to_a_picture(models, files, tmp_path):
-    result = run("convert", files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt", "--image-size", 256, "--heads", 2,
-                 "--out", tmp_path / "m", status=0)
+    command = ("convert", files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt", "--image-size", 256, "--heads", 2,
+               "--out", tmp_path / "m")
+    planned = run(*command, "--dry-run", status=0).output.splitlines()
+    assert not (tmp_path / "m").exists()
+    result = run(*command, status=0)
+    assert planned[:-1] == result.output.splitlines()[:-1] and planned[-1].startswith("nothing was written; 1.9 MB")
     assert "c2i_B_256.pt: LlamaGen's GPT, 2 layers of width 32, class-conditional (10 classes), float32 -> " \
         in result.output.replace("\n", " ")
     assert "tokenizer VQ-16, 64 codes of 4 numbers" in result.output
@@ -369,7 +373,8 @@ def test_mars_files_draw_by_commands(models, files, tmp_path):
     (["t2i_XL_stage1_256.pt", "vq_ds16_c2i.pt"], {"image_size": 512}, "must be 256, as the name of .*stage1_256"),
     (["c2i_B_384.pt", "c2i_B_256.pt", "vq_ds16_c2i.pt"], {"image_size": 384}, "must be 256, as the name of .*B_256"),
     (["c2i_B_256.pt", "vq_ds16_c2i.pt"], {"image_size": 300}, "image_size must be one of 256, 384, 512, got 300"),
-    (["c2i_B_256.pt", "vq_ds16_c2i.pt"], {"heads": None}, r"2 layers of width 32, no published size \(B: 12 of 768, "),
+    (["c2i_B_256.pt", "vq_ds16_c2i.pt"], {"heads": None},
+     r"2 layers of width 32, no published size \(B: 12 of 768, .*; heads \(--heads\) must be given"),
     (["c2i_B_256.pt", "kl16.ckpt"], {}, "sources must be of one family, got .*kl16.ckpt .* and .*c2i_B_256.pt"),
     (["c2i_B_256.pt", "t2i_XL_stage1_256.pt", "vq_ds16_c2i.pt"], {"image_size": 256},
      "must have the target's condition_tokens, (1|6), to draft for it, got (1|6)"),

@@ -30,7 +30,8 @@ from ..terminal import printable
 @click.option("--heads", type=click.IntRange(1), help="Attention heads, of a model of no published size.")
 @click.option("--text-encoder", type=click.Path(path_type=Path),
               help="Folder with FLAN-T5-XL, which reads the prompts of a text-conditional GPT; it is remembered.")
-def convert(sources, out, image_size, dtype, heads, text_encoder):
+@click.option("--dry-run", is_flag=True, help="Say what the sources are and what would be written; write nothing.")
+def convert(sources, out, image_size, dtype, heads, text_encoder, dry_run):
     """Make a folder for --model from published checkpoints.
 
     They are files, or folders as Hugging Face has them. LlamaGen: c2i_*.pt or t2i_*.pt, and vq_ds*.pt. LANTERN: its
@@ -45,11 +46,12 @@ def convert(sources, out, image_size, dtype, heads, text_encoder):
             bar.update(num_bytes)
 
         lines = []
-        convert_files(sources, out, image_size=image_size, heads=heads, text_encoder=text_encoder,
+        convert_files(sources, out, image_size=image_size, heads=heads, text_encoder=text_encoder, dry_run=dry_run,
                       dtype=None if dtype == "stored" else getattr(torch, dtype), say=lines.append, progress=progress)
     for line in lines:
         click.echo(printable(line))
-    click.echo(example(out))
+    if not dry_run:
+        click.echo(example(out))
 
 
 def example(model: Path) -> str:

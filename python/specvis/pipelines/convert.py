@@ -34,7 +34,7 @@ CAPTIONS, CLASSES = ({"guidance": 7.5, "top_k": 1000, "top_p": 1.0},  # from Lla
 
 def convert(sources: Iterable[str | Path], out: str | Path, *, image_size: int | None = None,
             dtype: torch.dtype | None = None, heads: int | None = None, text_encoder: str | Path | None = None,
-            say: Callable[[str], None] = lambda line: None,
+            dry_run: bool = False, say: Callable[[str], None] = lambda line: None,
             progress: Callable[[int, int], None] = lambda num_bytes, total: None) -> None:
     """Write a folder of published checkpoints. Parts that the folder `out` has already stay, unless they are given.
 
@@ -45,6 +45,7 @@ def convert(sources: Iterable[str | Path], out: str | Path, *, image_size: int |
         dtype:        weights are written in it, except the tokenizers'; None: as they are stored
         heads:        attention heads, of a GPT or MAR of none of the published sizes
         text_encoder: folder of the T5 that reads prompts, which the folder remembers
+        dry_run:      write nothing. Of the numbers only those of a table and its codebook are read
         say:          called with a line for each source: what it is, and where it went; and first with what was
             taken of a source that has more than one model needs
         progress:     called with how many bytes were just written, and how many there are in all
@@ -77,22 +78,33 @@ def convert(sources: Iterable[str | Path], out: str | Path, *, image_size: int |
     weights = {file: {name: finite(part, name, None if part.kind in ("vq", "kl", "table") else dtype)
                       for name in part.source.tensors} for file, part in files.items()}
     total = sum(tensor.num_bytes for tensors in weights.values() for tensor in tensors.values())
+    lines = []
+    for file, tensors in weights.items():
+        dtypes = " and ".join(sorted({str(tensor.dtype)[6:] for tensor in tensors.values()}))
+        goal = out / f"{file}.safetensors"
+        lines.append(f"{files[file].source.path}: {files[file].name}, {dtypes} -> {goal}"
+                     + (", in place of the one before" if goal.exists() else ""))
+    if dry_run:
+        lines.append(f"nothing was written; {total / 1e6:.1f} MB would be, and "
+                     + ", ".join(f"{name}.json" for name in configs))
+    else:
+        write(out, weights, configs, lambda num_bytes: progress(num_bytes, total))
+    for line in lines:
+        say(line)
+
+
+def write(out: Path, weights: dict[str, dict[str, Lazy]], configs: dict[str, dict],
+          progress: Callable[[int], None]) -> None:
+    """The files of a folder, all of them or none."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"out must be a folder that can be made, got {out}: {error.strerror}") from error
-    lines = []
-    with locked(out), replacing_together(out, last="mar.json" if of_mar else "config.json") as new:
+    with locked(out), replacing_together(out, last="mar.json" if "mar" in configs else "config.json") as new:
         for file, tensors in weights.items():
-            write_lazy_tensors(new / f"{file}.safetensors", tensors, lambda num_bytes: progress(num_bytes, total))
-            dtypes = " and ".join(sorted({str(tensor.dtype)[6:] for tensor in tensors.values()}))
-            goal = out / f"{file}.safetensors"
-            lines.append(f"{files[file].source.path}: {files[file].name}, {dtypes} -> {goal}"
-                         + (", in place of the one before" if goal.exists() else ""))
+            write_lazy_tensors(new / f"{file}.safetensors", tensors, progress)
         for file, values in configs.items():
             write_json(new / f"{file}.json", values)
-    for line in lines:
-        say(line)
 
 
 def finite(part: Recognized, name: str, dtype: torch.dtype | None = None) -> Lazy:

@@ -140,7 +140,7 @@ def size_of(source: SourceFile, sizes: dict, layers: int, dim: int, heads: int |
     if not isinstance(heads, int):
         known = ", ".join(f"{name}: {size[0]} of {size[2]}" for name, size in sizes.items())
         raise CheckpointError(f"{source.path} has {layers} layers of width {dim}, no published size "
-                              f"({known}); heads must be given for another one")
+                              f"({known}); heads (--heads) must be given for another one")
     return f"{layers} layers of width {dim}", heads
 
 
