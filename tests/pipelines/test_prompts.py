@@ -1,5 +1,6 @@
 """Prompts: words with a style first, class ids, and captions read by a T5."""
 import dataclasses
+import itertools
 import json
 import sys
 
@@ -12,7 +13,7 @@ from specvis.decoding.sampling import Sampling
 from specvis.models.llamagen import GPTConfig
 from specvis.pipelines.captions import cleaned
 from specvis.pipelines.discrete import Pipeline
-from specvis.pipelines.prompts import Captions, ClassIds, with_style
+from specvis.pipelines.prompts import Captions, ClassIds, imagenet_classes, with_style
 from tests.cli.conftest import run
 from tests.tiny import tiny_pair, tiny_pipeline, vq_config
 
@@ -86,6 +87,11 @@ def test_class_ids():
     for prompt in ("10", "-1", "3.5", "cat", "", "\u00b2"):
         with pytest.raises(ValueError, match=r"must be the number of a class within 0\.\.9, got '"):
             ids.encode(["3", prompt])
+    assert len(set(itertools.chain(*imagenet_classes().values()))) == 1000
+    assert ClassIds(1000).encode(["Golden  Retriever", "drake", 207, "bathroom tissue"]).tolist() == [207, 97, 207, 999]
+    for prompt, hint in (("crane", "which 134 and 517 have"), ("golden retreiver", r"\(near: golden retriever, ")):
+        with pytest.raises(ValueError, match=rf"within 0\.\.999 or its name in ImageNet, got '{prompt}',? {hint}"):
+            ClassIds(1000).encode([prompt])
 
 
 def test_a_class_conditional_folder_draws_what_its_gpt_draws(tmp_path):

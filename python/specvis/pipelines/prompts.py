@@ -1,9 +1,11 @@
-"""What a prompt is: words, of which the first is a style, the number of a class, or a caption that a T5 encoder reads.
+"""What a prompt is: words, of which the first is a style, the number or name of a class, or a caption that a T5 reads.
 
 Words are in models/words.py: the shipped models' prompts. Each of the three has `styles`, `encode`, which refuses a
 prompt that the model cannot take, and `source`, which gives what the model's `condition` embeds.
 """
+import difflib
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -46,7 +48,7 @@ def with_style(prompt: str, styles: Sequence[str], style: str | None = None, *, 
 
 
 class ClassIds:
-    """Prompts that are numbers of classes, such as 207."""
+    """Prompts that are numbers of classes, such as 207; of a model of 1000 classes their names in ImageNet, too."""
 
     styles = ()
 
@@ -54,17 +56,35 @@ class ClassIds:
         self.classes = classes
 
     def encode(self, prompts: list[str]) -> Tensor:
-        """Numbers, as strings or integers -> (B,) int64. ValueError names a prompt that is no class."""
-        ids = [int(text) if (text := str(prompt).strip()).isdecimal() else -1 for prompt in prompts]
-        for prompt, number in zip(prompts, ids):
-            if not 0 <= number < self.classes:
-                raise ValueError(f"a prompt of this model must be the number of a class within 0..{self.classes - 1}, "
-                                 f"got {prompt!r}")
-        return torch.tensor(ids, device="cpu")
+        """Numbers, as strings or integers, or names -> (B,) int64. ValueError names a prompt that is no class, and near
+        names"""
+        return torch.tensor([self._number(prompt) for prompt in prompts], device="cpu", dtype=torch.int64)
+
+    def _number(self, prompt: str) -> int:
+        text, names = " ".join(str(prompt).lower().split()), imagenet_classes() if self.classes == 1000 else {}
+        numbers = [int(text)] if text.isdecimal() else names.get(text, [])
+        if len(numbers) == 1 and numbers[0] < self.classes:
+            return numbers[0]
+        near = difflib.get_close_matches(text[:100], names, n=3)
+        raise ValueError(f"a prompt of this model must be the number of a class within 0..{self.classes - 1}"
+                         + " or its name in ImageNet" * bool(names) + f", got {prompt!r}"
+                         + (f", which {' and '.join(map(str, numbers))} have" if len(numbers) > 1 else
+                            f" (near: {', '.join(near)})" if near else ""))
 
     def source(self, prompts: list[str], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, None]:
         """What `condition` takes: (B,) int64 class ids, and no padding mask."""
         return self.encode(prompts).to(device), None
+
+
+@cache
+def imagenet_classes() -> dict[str, list[int]]:
+    """The numbers of the classes that have a name, in small letters. Some have one together, such as crane."""
+    lines = (Path(__file__).parent / "imagenet_classes.txt").read_text("utf-8").lower().splitlines()
+    found = {}
+    for number, line in enumerate(line for line in lines if not line.startswith("#")):
+        for name in line.split(", "):
+            found.setdefault(name, []).append(number)
+    return found
 
 
 class Captions:
