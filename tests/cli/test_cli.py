@@ -13,6 +13,7 @@ import sys
 import termios
 
 import click
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -27,7 +28,7 @@ from specvis.decoding.trees import TREES
 from specvis.pipelines.discrete import Pipeline
 from specvis.pipelines.mar import MARPair
 from tests.cli.conftest import run
-from tests.cli.test_scale import NAMES, generate, pictures
+from tests.cli.test_scale import NAMES, generate, manifest, pictures
 from training.main import main as train
 
 
@@ -40,8 +41,8 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
                      *arguments, status=0)
         pictures[name] = Image.open(out).tobytes()
         if name == "default":
-            assert re.fullmatch(rf"wrote {out}: 1 of 1 pictures, 8 x 8 pixels, \d+\.\d s, by jacobi:window=4, \d+ "
-                                r"target forwards a picture, tau \d\.\d\d tokens a forward; "
+            assert re.fullmatch(rf"wrote {out}: 1 of 1 pictures, 8 x 8 pixels, drawn and written in \d+\.\d s, by "
+                                r"jacobi:window=4, \d+ target forwards a picture, tau \d\.\d\d tokens a forward; "
                                 "same picture as --method vanilla --seed 7",
                                 result.output.strip())
     assert pictures["default"] == pictures["vanilla"] != pictures["another seed"]
@@ -80,6 +81,9 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
     (["--prompt", "fluent-3d heart", "--style", "fluent-3d"], "style must not be given for a prompt that begins with"),
     (["--prompt", "red heart", "--style", "noto"], "style must be one of fluent-3d, got 'noto'"),
     (["--prompt", "red heart", "-n", "many"], "'many' is not a valid integer"),
+    (["--prompt", "red heart", "--known", "x.npy:4"], "known must be FILE:ROWS, with 1 to 3 of the 4 rows of tokens"),
+    (["--prompt", "red heart", "--known", "x.npy:2"], "known must be a picture or a file of codes, got x.npy: ["),
+    (["--prompt", "red heart", "--known", "x.npy:2", "--method", "mar"], "known must be given with --prompt and"),
 ])
 def test_bad_input_is_one_line_and_status_2(weights, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
@@ -120,8 +124,9 @@ def test_generate_draws_each_prompt_of_a_file(weights, lines, tmp_path, name):
         result = generate(lines, tmp_path / str(batch), weights, "--method", name, "--seed", 5, "--batch", batch)
         assert result.exit_code == 0, result.output
         assert list(pictures(tmp_path / str(batch))) == NAMES
-        assert re.search(rf"{batch}: 4 of 4 pictures, 8 x 8 pixels, \d+\.\d s, \d+\.\d\d pictures a second, "
-                         rf"by {name}\S*, \d+ target forwards a picture, tau \d\.\d\d tokens a forward", result.output)
+        assert re.search(rf"{batch}: 4 of 4 pictures, 8 x 8 pixels, drawn and written in \d+\.\d s, \d+\.\d\d pictures "
+                         rf"a second, by {name}\S*, \d+ target forwards a picture, tau \d\.\d\d tokens a forward",
+                         result.output)
         assert ("same pictures as --method vanilla --seed 5" in result.output) == (name in ("jacobi", "eagle2"))
     for i, prompt in enumerate(("red heart", "blue heart", "red heart", "heart")):
         run("generate", "--prompt", prompt, "--method", name, "--seed", 5 + i, "--scale", 1, "--model", weights,
@@ -313,3 +318,30 @@ def test_the_shipped_model_draws(tmp_path):
     run("generate", "--prompt", "red heart", "--method", "lantern", "--out", out, "--scale", 1, status=0)
     red, green, blue = Image.open(out).convert("RGB").resize((1, 1), box=(20, 20, 44, 44)).getpixel((0, 0))
     assert red > green + 30 and red > blue + 30           # the middle of a red heart is red
+    for name, given, temperature in (("jacobi", [], 0.5), ("jacobi", ["--temperature", 1], 1.0), ("mar", [], 1.0)):
+        (tmp_path / "prompts").write_text("red heart\n")
+        folder = tmp_path / f"{name}{len(given)}"
+        run("generate", "--prompts", tmp_path / "prompts", "--method", name, *given, "--out", folder, status=0)
+        assert manifest(folder)[0]["temperature"] == temperature
+    assert Pipeline.load().sampling([0]).temperature == 0.5
+
+
+def test_the_first_rows_of_a_picture_are_kept(weights, tmp_path):
+    """From a file of codes as they are, and from a picture as the tokenizer reads it."""
+    def codes(*arguments, status=0):
+        result = run("generate", "--prompt", "red heart", "--scale", 1, "--model", weights, "--out", tmp_path / "y.npy",
+                     *arguments, status=status)
+        return np.load(tmp_path / "y.npy") if status == 0 else result.output
+
+    drawn = codes("-n", 2)
+    (tmp_path / "y.npy").rename(tmp_path / "x.npy")
+    known = codes("-n", 2, "--seed", 7, "--known", f"{tmp_path / 'x.npy'}:3")
+    assert (known[:, :3] == drawn[:, :3]).all() and (known[:, 3] != drawn[:, 3]).any()
+    assert "known must have codes (1, 4, 4), got (2, 4, 4)" in codes("--known", f"{tmp_path / 'x.npy'}:3", status=2)
+    np.save(tmp_path / "x.npy", drawn.astype(np.float32))
+    assert "Cannot cast array data" in codes("--known", f"{tmp_path / 'x.npy'}:3", status=2)
+    picture = np.random.default_rng(0).integers(256, size=(8, 12, 3), dtype=np.uint8)
+    Image.fromarray(picture).save(tmp_path / "x.png")
+    square = torch.from_numpy(picture[:, 2:10]).permute(2, 0, 1)[None] / 127.5 - 1
+    expected = Pipeline.load(weights).tokenizer.encode(square).view(4, 4)[:2].numpy()
+    assert (codes("-n", 3, "--known", f"{tmp_path / 'x.png'}:2")[:, :2] == expected).all()

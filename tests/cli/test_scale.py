@@ -2,6 +2,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import shutil
 import sys
 from collections import deque
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from specvis.cli import workers
@@ -87,7 +89,11 @@ def test_the_same_command_draws_what_is_missing(weights, lines, tmp_path, monkey
     assert asked == [[0, 1, 2, 3], sorted(again)]
     assert list(pictures(out)) == [*NAMES, "005-blue.png"] and pictures(out) | whole == pictures(out)
     assert {line["number"] for line in manifest(out)[1]} == {1, 2, 3, 4, 5}
-    assert generate(lines, out, weights).output.endswith("5 of 5 pictures (5 were there)\n")
+    assert generate(lines, out, weights, "--page").output.endswith("5 of 5 pictures (5 were there)\n")
+    shown = (out / "index.html").read_text()
+    assert re.findall('img src="(.*?)"', shown) == [*NAMES, "005-blue.png"] and shown.count("<br>seed 3, ") == 1
+    sheet = Image.open(out / "sheet.png")
+    assert sheet.size == (24, 16) and sheet.crop((8, 8, 16, 16)).tobytes() == Image.open(out / "005-blue.png").tobytes()
 
 
 def test_an_interrupted_command_leaves_whole_pictures(weights, lines, tmp_path, monkeypatch):

@@ -11,11 +11,12 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from ..decoding.methods import CONTINUOUS, METHODS, ContinuousMethod, Method, parse_method
-from ..files import locked, write_whole
+from ..files import first_line, locked, write_whole
 from ..pipelines.checkpoint import FAMILY_FILES, fingerprint
+from ..pipelines.discrete import Pipeline
 from ..pipelines.families import FAMILIES
 from ..terminal import printable
 from . import options
@@ -25,14 +26,14 @@ from .many import SHOWN, Drawing, Picture, PictureRequest, draw_here, encoded, e
 from .progress import ProgressBar
 from .workers import draw_by_workers
 
-WITH_FILE = ("batch", "workers", "cpus_per_worker", "gpus_per_worker")  # options that go with --prompts alone
+WITH_FILE = ("batch", "workers", "cpus_per_worker", "gpus_per_worker", "page")  # options that go with --prompts alone
 MAX_PICTURES = 1_000_000  # a command draws no more
 MAX_SCALE, MAX_BATCH, MAX_WORKERS = 1024, 1024, 1024
 
 
 @click.command()
-@click.option("--prompt", help='Words, e.g. "red heart" or "noto red heart"; a caption or the number of a class for a '
-              "model of these.")
+@click.option("--prompt", help='Words, e.g. "red heart" or "noto red heart"; for a model of these a caption, or a '
+              "class's number or ImageNet's name of it.")
 @click.option("--prompts", "file", type=click.Path(path_type=Path), metavar="FILE",
               help="In place of --prompt: a file with a prompt a line. Empty lines and those that begin with # are "
               "skipped. Each picture is a file of its own, written as soon as it is finished; the same command draws "
@@ -47,13 +48,16 @@ MAX_SCALE, MAX_BATCH, MAX_WORKERS = 1024, 1024, 1024
               help="Of --workers, as Ray counts them; and threads.")
 @click.option("--gpus-per-worker", type=click.FloatRange(0), show_default="1 where --device is cuda",
               help="Of --workers. 0.5: two of them share a GPU.")
+@click.option("--page", is_flag=True, help="With --prompts: write index.html, which shows the folder's pictures with "
+              "their prompts and seeds, and sheet.png, all of them in one picture.")
 @options.style_option
 @click.option("--method", "name", default="jacobi",
               help=f"One of {', '.join([*METHODS, *CONTINUOUS])}; or NAME:PARAMETER=VALUE:..., "
               "see `specvis methods`.")
 @click.option("-n", "count", type=click.IntRange(1, options.MAX_COUNT), default=1,
               help="How many pictures of each prompt (in compare: of each method).")
-@click.option("--temperature", type=float, show_default="1, or what the family says",
+@click.option("--temperature", type=float, show_default="what the model's folder or family says (the shipped "
+              "model's 0.5), or 1; 1 for continuous tokens",
               help="0 always takes the likeliest token.")
 @click.option("--scale", type=click.IntRange(1, MAX_SCALE),
               show_default="4 for the shipped model, 1 for pictures of 256 pixels and more",
@@ -63,12 +67,15 @@ MAX_SCALE, MAX_BATCH, MAX_WORKERS = 1024, 1024, 1024
 @click.option("--animate", type=click.Path(path_type=Path), metavar="FILE.gif",
               help="In place of --out: a film of vanilla and the method drawing the same pictures, at one clock of "
               "target forwards.")
+@click.option("--known", metavar="FILE:ROWS", help="With --prompt: complete a picture, whose first ROWS rows of "
+              "tokens are kept. FILE has its codes, as --out NAME.npy writes them, or is a picture, whose middle "
+              "square is encoded.")
 @click.option("--text-encoder", type=click.Path(path_type=Path), help="Folder with FLAN-T5-XL, for a model whose "
               "prompts are captions. [default: the one given to specvis convert]")
 @options.dtype_option
 @options.sampling_options
-def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, style, name, count, temperature, scale,
-             out, animate, text_encoder, dtype, seed, guidance, top_k, top_p, model, device):
+def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, page, style, name, count, temperature,
+             scale, out, animate, known, text_encoder, dtype, seed, guidance, top_k, top_p, model, device):
     """Draw pictures of a prompt, side by side, or of each prompt of a file.
 
     What a method's parameters are, and their defaults: specvis methods NAME.
@@ -92,6 +99,8 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
     model.check(method)
     if model.family and style is not None:
         raise ValueError(f"style must not be given with --family {model.family}, whose prompts are free text")
+    if known and (file or animate or model.family or isinstance(method, ContinuousMethod)):
+        raise ValueError("known must be given with --prompt and discrete tokens, without --animate and --family")
     if animate:
         if given := [option for option in ("out", *WITH_FILE) if options.is_given(option)]:
             raise ValueError(f"{given[0]} must not be given with --animate: its pictures are drawn all at once")
@@ -127,21 +136,23 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
         draw_animation(drawing, requests, options.writable_file(animate, "animate"))
     elif file:
         many(drawing, requests, out or Path("pictures"), workers, cpus_per_worker, gpus_per_worker,
-             settings_of(drawing, method, seed, count))
+             settings_of(drawing, method, seed, count), page)
     else:
-        side_by_side(drawing, requests, options.writable_file(out or Path("specvis.png")))
+        side_by_side(drawing, requests, options.writable_file(out or Path("specvis.png")), known)
 
 
-def side_by_side(drawing: Drawing, requests: list[PictureRequest], out: Path) -> None:
-    """Draw pictures of one prompt, as one picture."""
+def side_by_side(drawing: Drawing, requests: list[PictureRequest], out: Path, known: str | None) -> None:
+    """Draw pictures of one prompt, as one picture. `known`: see `known_rows`."""
     pipeline, start, method = drawing.load(requests), time.perf_counter(), drawing.method
     keeps_codes = out.suffix == options.CODES
     side = pipeline.side * scale_for(pipeline.side, drawing.scale)
     options.check_picture(side * len(requests), side, "PNG" if keeps_codes else options.format_of(out))
-    with ProgressBar(len(requests) * pipeline.num_tokens, "token", method.label) as bar:
+    kept = {"known_tokens": known_rows(known, pipeline, len(requests))} if known else {}
+    num_drawn = pipeline.num_tokens - sum(tokens.shape[1] for tokens in kept.values())
+    with ProgressBar(len(requests) * num_drawn, "token", method.label) as bar:
         decoded = pipeline.tokens([drawing.text(request, pipeline) for request in requests], method,
-                                  drawing.sampling(requests), bar.update)
-    seconds, failed = time.perf_counter() - start, decoded.failed.tolist()
+                                  drawing.sampling(requests), bar.update, **kept)
+    failed = decoded.failed.tolist()
     for i, fails in enumerate(failed):
         if fails:
             say_failed(str(i), requests[i].seed)
@@ -162,11 +173,35 @@ def side_by_side(drawing: Drawing, requests: list[PictureRequest], out: Path) ->
         write_whole(out, encoded(row, options.format_of(out)))
     kind = f"codes of {codes.shape[1]} x {codes.shape[2]}" if keeps_codes else size(pipeline.side, drawing.scale)
     click.echo(f"{verb} {out}: {len(tokens)} of {len(requests)} pictures, {kind}, "
-               f"{seconds:.1f} s, {told(drawing, requests, decoded.target_forwards, decoded.tau)}")
+               f"drawn and written in {time.perf_counter() - start:.1f} s, "
+               + told(drawing, requests, decoded.target_forwards, decoded.tau))
+
+
+def known_rows(known: str, pipeline: Pipeline, count: int) -> torch.Tensor:
+    """The tokens (count, K) int64 of the first rows of a picture, "FILE:ROWS". FILE is a picture, or has codes."""
+    file, _, rows = known.rpartition(":")
+    grid = pipeline.gpt.config.grid
+    if not file or not rows.isdecimal() or not 1 <= int(rows) < grid:
+        raise ValueError(f"known must be FILE:ROWS, with 1 to {grid - 1} of the {grid} rows of tokens, got {known}")
+    try:
+        if file.endswith(options.CODES):
+            codes = torch.from_numpy(np.load(file, allow_pickle=False).astype(np.int64, casting="safe"))
+        else:
+            picture = Image.open(file).convert("RGBA")
+            picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB")
+            pixels = torch.from_numpy(np.array(ImageOps.fit(picture, (pipeline.side, pipeline.side))))
+            pixels = pixels.permute(2, 0, 1)[None].to(pipeline.device, pipeline.dtype) / 127.5 - 1
+            codes = pipeline.on_grid(pipeline.tokenizer.encode(pixels))
+    except Exception as error:  # a damaged file raises nearly any error
+        raise ValueError(f"known must be a picture or a file of codes, got {file}: {first_line(error)}") from error
+    if codes.shape[1:] != (grid, grid) or len(codes) not in (1, count):
+        raise ValueError(f"known must have codes ({' or '.join(map(str, sorted({1, count})))}, {grid}, {grid}), "
+                         f"got {tuple(codes.shape)} in {file}")
+    return codes[:, :int(rows)].flatten(1).expand(count, -1).to(pipeline.device)
 
 
 def many(drawing: Drawing, requests: list[PictureRequest], out: Path, workers: int, cpus: float | None,
-         gpus: float | None, settings: dict) -> None:
+         gpus: float | None, settings: dict, page: bool) -> None:
     """Draw each picture that is not in the folder `out` yet."""
     manifest = Manifest(out, settings, requests)
     missing, new, lost = [request for request in requests if request.index not in manifest.drawn], [], {}
@@ -201,6 +236,8 @@ def many(drawing: Drawing, requests: list[PictureRequest], out: Path, workers: i
                              f"given up: {reason}"), err=True)
     if new and not manifest.drawn:
         raise click.ClickException("no picture was finished")
+    if page and manifest.drawn:
+        manifest.write_page()
     line = f"{out}: {len(manifest.drawn)} of {len(requests)} pictures"
     if num_before:
         line += f" ({num_before} were there)"
@@ -208,7 +245,8 @@ def many(drawing: Drawing, requests: list[PictureRequest], out: Path, workers: i
         rate = sum(not picture.failed for picture in new) / seconds
         target_forwards, tau = (torch.tensor([getattr(picture, name) for picture in new])
                                 for name in ("target_forwards", "tau"))
-        line += (f", {size(new[0].side, drawing.scale)}, {seconds:.1f} s, {rate:.2f} pictures a second, "
+        line += (f", {size(new[0].side, drawing.scale)}, drawn and written in {seconds:.1f} s, {rate:.2f} pictures a "
+                 "second, "
                  + told(drawing, requests, target_forwards, tau))
     click.echo(line)
     if lost:
@@ -237,10 +275,10 @@ def say_failed(which: str, seed: int) -> None:
 
 def settings_of(drawing: Drawing, method: Method | ContinuousMethod, seed: int, count: int) -> dict:
     """What the pictures of a folder have in common. The device is not among it, nor how many are drawn at once; what
-    `method` is with the window for these is only noted."""
+    `method` is with the window for these is only noted. What pipeline.json says is here in numbers."""
     encoder, files = drawing.text_encoder or drawing.model.settings().text_encoder, drawing.model
     settings = {"specvis": version("specvis")} | vars(drawing) | {
-        "model": fingerprint(files.model), "folder": str(files.model), "method": method.label,
+        "model": fingerprint(files.model, but=("pipeline.json",)), "folder": str(files.model), "method": method.label,
         "drawn_by": drawing.method.label, "seed": seed, "n": count,
         "text_encoder": encoder and fingerprint(Path(encoder))}
     if files.family:

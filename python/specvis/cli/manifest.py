@@ -7,12 +7,17 @@ line, and those whose files have changed.
 import json
 import math
 import os
+from html import escape
 from pathlib import Path
+from urllib.parse import quote
+
+from PIL import Image
 
 from ..files import write_whole
-from .many import Picture, PictureRequest
+from .many import Picture, PictureRequest, encoded
 
-FILE = "manifest.jsonl"
+FILE, PAGE, SHEET = "manifest.jsonl", "index.html", "sheet.png"
+SHEET_SIDE = 4096  # pixels a side of the sheet, at most
 NOTED = ("folder", "drawn_by")  # no picture depends on these settings
 TYPES = {"number": int, "prompt": str, "file": str | None, "bytes": int, "failed": bool}  # fields of a picture's line
 
@@ -84,6 +89,26 @@ class Manifest:
             manifest.write(json.dumps(line, ensure_ascii=False) + "\n")
         if not picture.failed:
             self.drawn[request.index] = line
+
+    def write_page(self) -> None:
+        """Write index.html, which shows the pictures and what is known of each, and sheet.png, all of them in one."""
+        lines = [self.drawn[index] for index in sorted(self.drawn)]
+        figures = [f'<figure><img src="{quote(line["file"])}" loading="lazy"><figcaption>{escape(line["prompt"])}<br>'
+                   f'seed {line.get("seed")}, {line.get("target_forwards")} forwards, tau {line.get("tau")}'
+                   '</figcaption></figure>' for line in lines]
+        write_whole(self.folder / PAGE, "\n".join([
+            '<!DOCTYPE html><meta charset="utf-8"><title>specvis</title>', '<style>figure { display: inline-block; '
+            'width: 256px; margin: 8px; vertical-align: top; font: 14px sans-serif } img { width: 100% }</style>',
+            f'<p>by {escape(str(self.settings.get("drawn_by")))} (<a href="{SHEET}">sheet</a>, '
+            f'<a href="{FILE}">manifest</a>)</p>', *figures]) + "\n")
+        columns = math.ceil(math.sqrt(len(lines)))
+        for i, line in enumerate(lines):
+            with Image.open(self.folder / line["file"]) as picture:
+                if i == 0:
+                    side = min(picture.width, SHEET_SIDE // columns)
+                    sheet = Image.new("RGB", (columns * side, -(-len(lines) // columns) * side), "white")
+                sheet.paste(picture.resize((side, side)), (i % columns * side, i // columns * side))
+        write_whole(self.folder / SHEET, encoded(sheet))
 
 
 def is_of_a_picture(line: dict) -> bool:

@@ -125,16 +125,16 @@ def draw(pipeline: Pipeline | MARPair, drawing: Drawing, requests: list[PictureR
 def draw_here(drawing: Drawing, requests: list[PictureRequest], begin: Callable[[], None],
               keep: Callable[[Picture], None]) -> None:
     """Draw them in this process. `begin` is called when the model and all prompts are known to be right."""
-    pipeline, count = drawing.load(requests), 0
+    pipeline = drawing.load(requests)
     begin()
-    with ProgressBar(len(requests) * pipeline.num_tokens, "token", drawing.method.label) as progress:
+    # tokens do not say how long pixels take: of a large model's last batch they take longer than the tokens
+    with (ProgressBar(len(requests) * pipeline.num_tokens, "token", drawing.method.label) as drawn,
+          ProgressBar(len(requests), "picture", "finished") as finished):
         def then(picture):
-            nonlocal count
             keep(picture)
-            count += not picture.failed
-            progress.bar.set_postfix_str(f"{count} of {len(requests)} pictures")
+            finished.update()
 
-        draw(pipeline, drawing, requests, then, progress.update)
+        draw(pipeline, drawing, requests, then, drawn.update)
 
 
 def scale_for(side: int, scale: int | None) -> int:
