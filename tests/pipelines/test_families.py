@@ -161,7 +161,7 @@ def test_a_smaller_model_and_the_released_table(folders, tmp_path):
     sampling = pipeline.sampling([3])
     assert torch.equal(pipeline.tokens([PROMPT], "eagle2:draft_model=small", sampling).tokens,
                        pipeline.tokens([PROMPT], "vanilla", sampling).tokens)
-    with pytest.raises(ValueError, match=r"method must be eagle2:draft_model=small or jacobi, got eagle2: this model "
+    with pytest.raises(ValueError, match=r"be eagle2:draft_model=small, vanilla, jacobi or gsd, got eagle2: this model "
                                          r"has no EAGLE head \(--draft\)"):
         pipeline.tokens([PROMPT], "eagle2", sampling)
 

@@ -203,8 +203,9 @@ class Pipeline(nn.Module):
         if method.parameters.get("draft_model") in self.missing_draft_models:
             others = [f"{method.name}:draft_model={name}" for name in self.draft_files
                       if name not in self.missing_draft_models]
-            raise ValueError(f"method must be {' or '.join([*others, 'jacobi'])}, got {method.name}: this model has no "
-                             f"{self.draft_files[method.drafts.draft_model]}, its draft model")
+            train = "" if others else " (train one: docs/models.md#a-draft-model-for-another-model)"
+            raise ValueError(f"method must be {', '.join([*others, 'vanilla', 'jacobi'])} or gsd, got {method.name}: "
+                             f"this model has no {self.draft_files[method.drafts.draft_model]}, its draft model{train}")
         if method.num_neighbors:
             self.neighbors(method.num_neighbors, method.acceptance.metric)
 
