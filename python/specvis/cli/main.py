@@ -1,6 +1,7 @@
 """The command line: specvis generate | convert | compare | tune | methods | info."""
 import os
 import platform
+import shutil
 import textwrap
 from dataclasses import fields
 from pathlib import Path
@@ -25,6 +26,12 @@ def main():
     """Pictures from words, token by token, with and without speculative decoding."""
 
 
+def echo_wrapped(head: str, text: str) -> None:
+    """A text wrapped at the terminal's width, beside its head."""
+    width = max(60, min(120, shutil.get_terminal_size().columns))
+    click.echo(textwrap.fill(text, width, initial_indent=head, subsequent_indent=" " * len(head)))
+
+
 @main.command("methods")
 @click.argument("name", required=False)
 def list_methods(name):
@@ -43,7 +50,7 @@ def list_methods(name):
 
     if name is not None:
         method = parse_method(name)
-        click.echo(f"{method.name:18}{method.source}")
+        echo_wrapped(f"{method.name:18}", method.source)
         every, also = method.parameters, relaxing(method)
         if not every:
             click.echo("\nno parameters")
@@ -54,20 +61,20 @@ def list_methods(name):
             for parameter in (parameter for parameter in every if parameter in names):
                 unset = "by device" if parameter == "window" else "none"
                 value = unset if every[parameter] is None else format_value(every[parameter])
-                click.echo(f"{parameter:21}{value:21}{(PARAMETERS | CONTINUOUS_PARAMETERS)[parameter]}")
+                echo_wrapped(f"{parameter:21}{value:21}", (PARAMETERS | CONTINUOUS_PARAMETERS)[parameter])
         return
     for method in [*METHODS.values(), *CONTINUOUS.values()]:
         if method.name == next(iter(CONTINUOUS)):
             click.echo("\ncontinuous tokens:\n")
-        click.echo(f"{method.name:18}{method.source}")
+        echo_wrapped(f"{method.name:18}", method.source)
         parts = (method.drafts, method.acceptance) if method.name in METHODS else (method,)
         off = {field.name: field.default for part in parts for field in fields(part) if field.name != "draft_model"}
         settings = ", ".join(f"{name} {format_value(value)}" for name, value in method.parameters.items()
                              if value is not None and value != off.get(name))
-        for line in textwrap.wrap(settings, 100):
-            click.echo(f"{'':18}{line}")
-    click.echo("\nParameters that are off are not shown. All of a method's, and what they mean: specvis methods NAME\n"
-               "To change some: --method jacobi:window=8, --methods vanilla,lantern:delta=0.1:k=300\n")
+        if settings:
+            echo_wrapped(" " * 18, settings)
+    click.echo("\nParameters that are off are not shown. All of a method's: specvis methods NAME\n"
+               "To change some: --method jacobi:window=8, --methods gsd,lantern:delta=0.1:k=300\n")
     for name in TREES:
         tree = static_tree(name)
         click.echo(f"tree {name:24}{len(tree.parents) - 1} drafts on {tree.depth} levels")
@@ -94,7 +101,7 @@ def info(model, words):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     names = ("oracle", "cpu", "triton", "cuda")
     click.echo(f"{'op':20}" + "".join(f"{name:>8}" for name in names))
-    for op in specvis_kernels.ops():
+    for op in (name for name in specvis_kernels.__all__ if name in specvis_kernels.ops()):
         backends = specvis_kernels.backends(op, device)
         click.echo(f"{op:20}" + "".join(f"{'yes' if name in backends else '-':>8}" for name in names))
     click.echo(f"(for {device} tensors; Triton runs on a CPU only under its interpreter, TRITON_INTERPRET=1)\n")
@@ -108,7 +115,7 @@ def info(model, words):
         except PackageNotFoundError:
             click.echo(f"{package:20}not installed")
     click.echo(f"{'python':20}{platform.python_version()}")
-    click.echo(f"{'devices':20}cpu with {torch.get_num_threads()} threads"
+    click.echo(f"{'devices':20}cpu with {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
                + "".join(f", {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())))
 
 
