@@ -72,7 +72,7 @@ format: $(VENV)/installed  # what lint asks for, as far as it can be done by mac
 	$(VENV)/bin/ruff check --fix
 	$(CLANG_FORMAT) -i
 
-demo: $(VENV)/installed  # pictures and a table of six methods, in a minute
+demo: $(VENV)/installed  # pictures and a table: plain decoding, by PyTorch's modules too, and five methods
 	$(VENV)/bin/specvis compare
 
 compare: $(VENV)/installed  # pictures and a table of all methods

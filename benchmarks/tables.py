@@ -71,7 +71,7 @@ def with_best(values: list[float], digits: int, best=max) -> list[str]:
 
 def compare() -> str:
     rows = [row for row in rows_of("demo/compare.csv") if row["temperature"] == "1.0"]
-    columns = [name for name in rows[0] if name not in ("temperature", "speedup")]
+    columns = [name for name in rows[0] if name not in ("temperature", "batch_speedup")]
     return markdown(columns, *([row[name] or "-" for name in columns] for row in rows))
 
 
@@ -276,8 +276,8 @@ def readme() -> str:
         ["what", "weights", "result"],
         ["on an H100, `jacobi` at LlamaGen-XL's sizes, 256 tokens", imposed,
          f"[{gpu[0]:.1f} times](docs/gpu.md#decoding) as fast as `vanilla`, {gpu[1]:.1f} times for 8 pictures at once"],
-        ["`jacobi`, the baseline's picture", f"shipped, float32; plain {float(plain['single_seconds']):.2f} s",
-         f"{float(jacobi['single_speedup']):.1f} times as fast"],
+        ["`jacobi`, the baseline's picture", f"shipped, float32; plain {float(plain['seconds']):.2f} s",
+         f"{float(jacobi['speedup']):.1f} times as fast"],
         ["`jacobi` at LlamaGen-B's and L's sizes", imposed, f"{min(cpu):.1f} times as fast"],
         ["methods with a draft model", "shipped", "slower: two cores have no idle arithmetic; `eagle1` has "
          f"{float(eagle['tau']):.1f} tokens per forward"],

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+from pathlib import Path
 
 import click
 import numpy as np
@@ -22,7 +23,7 @@ from PIL import Image
 from specvis.cli.animation import GAP, LINE
 from specvis.cli.generate import file_name
 from specvis.cli.main import main
-from specvis.cli.progress import Steps
+from specvis.cli.progress import ProgressBar, Steps
 from specvis.decoding.methods import CONTINUOUS, CONTINUOUS_PARAMETERS, METHODS, PARAMETERS
 from specvis.decoding.trees import TREES
 from specvis.pipelines.discrete import Pipeline
@@ -202,6 +203,13 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys
         for _ in range(5):
             progress.update(1)
     assert capsys.readouterr().err.splitlines() == ["1 of 3, vanilla", "1 of 3, vanilla: 20%", "1 of 3, vanilla: 40%"]
+    clock = iter([0, 70, 72, 230])  # a slow start
+    with ProgressBar(1024, "token", "x") as progress:
+        for count in (4, 20, 240):
+            progress.update(count)
+    assert capsys.readouterr().err.splitlines() == ["x: 4 of 1024 tokens, 70 s",
+                                                    "x: 264 of 1024 tokens, 230 s, about 468 s left"]
+    clock = iter(range(0, 100, 2))
     terminal, screen = pty.openpty()
     fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     with open(screen, "w") as file:
@@ -250,7 +258,10 @@ def test_methods_and_info_list_what_there_is():
     assert "eagle1" not in one.output and "continuous" not in one.output
     assert unknown.exit_code == 2 and unknown.output.startswith("Error: unknown method 'foo'; known: vanilla, jacobi")
     assert "did you mean window? its parameters: window, refresh, seed_exact\n" in misspelt.output
+    assert all(len(line) <= 80 for text in (listed, every) for line in text.splitlines())
     listed = run("info").output
+    page = re.findall(r"^\| \[`(\w+)`", (Path(__file__).parents[2] / "docs" / "ops.md").read_text(), re.M)
+    assert [line.split()[0] for line in listed.splitlines()[1: len(page) + 1]] == page
     for word in ("verify_tree", "oracle", "torch", torch.__version__, "C++ kernels", "CUDA kernels"):
         assert word in listed
 
@@ -309,7 +320,7 @@ def test_the_command_and_python_draw_the_same_picture(weights, tmp_path, name, k
 def test_a_log_has_a_line_from_time_to_time(weights, tmp_path, monkeypatch):
     monkeypatch.setattr("specvis.cli.progress.EVERY", 0)
     result = run("generate", "--prompt", "red heart", "-n", 3, "--out", tmp_path / "x.png", "--model", weights)
-    assert re.match(r"jacobi:window=2: 3 of 48 tokens, 0 s, about \d+ s left\n(jacobi:window=2: .*\n)+"
+    assert re.match(r"jacobi:window=2: 3 of 48 tokens, 0 s\n(jacobi:window=2: .* s left\n)+"
                     r"decoding pictures: 1 of 3 pictures, .*\n(decoding pictures: .*\n){2}wrote ", result.output)
 
 

@@ -12,6 +12,8 @@ from specvis.cli.plots import METHOD_STYLES
 from specvis.cli.runs import ModelClock
 from specvis.decoding.methods import RECIPES
 from specvis.decoding.sampling import Sampling
+from specvis.models import layers
+from specvis.models.layers import Packing
 from specvis.pipelines.discrete import Pipeline
 from tests.cli.conftest import run
 from tests.tiny import tiny_pair
@@ -51,9 +53,9 @@ def test_compare_checks_that_the_same_seed_draws_the_same_picture(weights, tmp_p
     assert {name: row["same_tokens"] for name, row in rows.items()} == {
         "vanilla": "", "jacobi:window=3": "3 of 3", "eagle2": "3 of 3", "eagle1:seed_exact=true": "3 of 3",
         "lantern:k=8": ""}
-    assert all(float(row["single_seconds"]) > 0 and float(row["single_speedup"]) > 0 for row in rows.values())
-    assert rows["vanilla"]["single_speedup"] == "1.0" and float(rows["jacobi:window=3"]["tau"]) > 1
-    assert Image.open(tmp_path / "jacobi.png").width > 500
+    assert all(float(row["seconds"]) > 0 and float(row["speedup"]) > 0 for row in rows.values())
+    assert rows["vanilla"]["speedup"] == "1.0" and float(rows["jacobi:window=3"]["tau"]) > 1
+    assert 300 < Image.open(tmp_path / "jacobi.png").width < 500  # of the pictures that were drawn alone
 
 
 @pytest.mark.skipif("cpu" not in specvis_kernels.backends("decoder_layers"), reason="it is not built")
@@ -92,10 +94,33 @@ def test_compare_runs_what_was_asked_and_each_run_once(weights, tmp_path, monkey
     assert windows[8] is jacobi and list(windows) == [4, 8] and rows.keys() == set(runs)
     row = next(row for row in csv.DictReader(open(tmp_path / "compare.csv"))
                if row["method"] == "jacobi:window=8" and row["temperature"] == "1.0")
-    assert float(row["single_speedup"]) == round(windows[8].single_speedup, 2)
+    assert float(row["speedup"]) == round(jacobi.speedup(jacobi.baseline), 2)
+    assert torch.equal(jacobi.shown.num_accepted, jacobi.decoded.num_accepted[:1])
     assert max(map(len, result.stdout.splitlines()[:-1])) <= 80
     assert "for jacobi.png: jacobi:window=4, temperature 1, 3 at once" in result.stderr
-    assert re.search("method +T +tau +seconds +speedup +same tokens +tv_excess\n(.*\n)*.*decoded alone", result.stdout)
+    assert "8 of 8, by each method in turn, 1 of the pictures alone\n" in result.stderr
+    assert re.search("method +T +forward +seconds +speedup +tokens +TV\n(.*\n)*.*decoded alone", result.stdout)
+
+
+def test_the_default_is_plain_decoding_twice_and_windows_by_name(weights, tmp_path, monkeypatch):
+    """PyTorch's modules read in one row. `jacobi` names its window for one picture, by which the batch is drawn too."""
+    read, original = set(), Packing.get
+    option, = (option for option in compare_module.compare.params if option.name == "names")
+    monkeypatch.setattr(option, "default", ("vanilla, jacobi, jacobi:window=3",))
+
+    def watched(self, *arguments):
+        read.add((layers.USE_KERNELS, torch.get_num_threads() == 1))
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Packing, "get", watched)
+    result, rows = compared(weights, tmp_path, "--singles", 1)
+    assert result.exit_code == 0, result.output
+    assert list(rows) == ["vanilla", "PyTorch's modules", "jacobi:window=4", "jacobi:window=3"]
+    assert rows["PyTorch's modules"]["same_tokens"] == "3 of 3" and rows["vanilla"]["same_tokens"] == ""
+    assert rows["PyTorch's modules"]["speedup_over_modules"] == "1.0" and (False, True) in read
+    assert layers.USE_KERNELS and max(map(len, result.stdout.splitlines()[:-1])) <= 80
+    assert "jacobi:window=2" in run("compare", "--methods", "jacobi", "--singles", 0, "--prompt", "red heart", "-n", 2,
+                                    "--out", tmp_path, "--model", weights, status=0).stdout
 
 
 def test_a_curve_over_windows_and_one_small_picture(weights, tmp_path):
@@ -117,8 +142,8 @@ def test_an_interrupted_compare_says_how_to_go_on(weights, tmp_path, monkeypatch
 def test_compare_without_a_baseline(weights, tmp_path):
     result, rows = compared(weights, tmp_path, "--methods", "jacobi", "--singles", 1)
     assert result.exit_code == 0 and "same tokens as" not in result.output
-    row = rows["jacobi"]
-    assert float(row["single_seconds"]) > 0 and row["speedup"] == row["single_speedup"] == row["same_tokens"] == ""
+    row = rows["jacobi:window=4"]
+    assert float(row["seconds"]) > 0 and row["speedup"] == row["batch_speedup"] == row["same_tokens"] == ""
 
 
 def test_a_picture_that_differs_is_an_error_unless_it_is_rounding(weights, tmp_path, monkeypatch):
@@ -135,7 +160,7 @@ def test_a_picture_that_differs_is_an_error_unless_it_is_rounding(weights, tmp_p
     methods = ("--methods", "vanilla,jacobi:window=4", "--singles", 0)
     result, rows = compared(weights, tmp_path, *methods)
     assert result.exit_code == 1 and rows["jacobi:window=4"]["same_tokens"] == "2 of 3"
-    assert rows["jacobi:window=4"]["single_seconds"] == rows["jacobi:window=4"]["single_speedup"] == ""
+    assert rows["jacobi:window=4"]["seconds"] == rows["jacobi:window=4"]["speedup"] == ""
     assert re.search(r"ERROR: jacobi:window=4, temperature 1: 'fluent-3d red heart' \(picture 1\) differs from the "
                      r"baseline's from token 5 on, where its two best candidates are (inf|\d\.\de.\d\d) apart\n",
                      result.output)
@@ -159,7 +184,7 @@ def test_compare_sets_continuous_tokens_beside_discrete_ones(weights, tmp_path):
     rows = list(csv.DictReader(open(tmp_path / "compare.csv")))
     assert [(row["method"], row["temperature"]) for row in rows] == [
         ("vanilla", "0.0"), ("vanilla", "1.0"), ("mar", "1.0"), ("cspd:gamma=2", "1.0")]
-    assert rows[2]["speedup"] == "1.0" and rows[2]["acceptance"] == "" and 0 <= float(rows[3]["acceptance"]) <= 1
+    assert rows[2]["batch_speedup"] == "1.0" and rows[2]["acceptance"] == "" and 0 <= float(rows[3]["acceptance"]) <= 1
     assert 0 < float(rows[3]["overhead"]) < 1 and rows[3]["tv_excess"] == ""
     only = run("compare", "--methods", "continuous", "--prompt", "red heart", "--temperature", 0, "--out", tmp_path,
                "--model", weights, status=2)

@@ -15,13 +15,13 @@ from ..models.words import repeated
 from ..pipelines.prompts import with_style
 from . import options
 from .figures import draw_jacobi, draw_pictures
-from .runs import ComparedResult, ComparedRun, report_differences, run_all
+from .runs import MODULES, ComparedResult, ComparedRun, report_differences, run_all
 
 PROMPTS = ["fluent-3d red heart", "fluent-flat blue heart", "noto grinning face", "fluent-3d cat face",
            "fluent-flat pirate flag", "noto chequered flag"]  # with seeds 0 to 5 they come out well
-METHODS = "vanilla,jacobi,gsd,speculative,eagle1,lantern++"
-COLUMNS = ("method", "temperature", "tau", "target_forwards", "seconds", "speedup", "single_seconds", "single_speedup",
-           "same_tokens", "overhead", "acceptance", "tv_excess")
+METHODS = "vanilla, jacobi, jacobi:window=16, gsd, speculative, eagle1, lantern++"
+COLUMNS = ("method", "temperature", "tau", "target_forwards", "seconds", "speedup", "speedup_over_modules",
+           "batch_seconds", "batch_speedup", "same_tokens", "overhead", "acceptance", "tv_excess")
 WIDTH = 80  # columns of a terminal that the table fits
 
 
@@ -37,10 +37,10 @@ def windows_of(context, parameter, text: str | None) -> list[int]:
 @options.style_option
 @click.option("--methods", "names", multiple=True, default=(METHODS,),
               help="Methods with commas between them, each a NAME or NAME:PARAMETER=VALUE:...; all (of discrete "
-              "tokens), or continuous.")
+              "tokens), or continuous. The default ones have a row of PyTorch's own modules beside them.")
 @click.option("-n", "count", type=click.IntRange(1, options.MAX_COUNT),
               help="How many pictures a method. [default: one a prompt]")
-@click.option("--singles", type=click.IntRange(0), default=2,
+@click.option("--singles", type=click.IntRange(0), default=3,
               help="How many of the pictures are also decoded alone, for their seconds. Discrete tokens only.")
 @click.option("--temperature", "temperatures", multiple=True, type=float, show_default="1, or what the family says",
               help="May be repeated.")
@@ -57,12 +57,13 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
 
     \b
     target_forwards  of a picture
-    seconds, speedup of a picture in the batch; against the baseline of the
-                     same kind of tokens, at the same temperature
-    single_seconds, single_speedup
-                     of pictures that are decoded alone, each after the
-                     baseline's (medians); jacobi has its usual window
-                     for one picture there
+    seconds, speedup of pictures that are decoded alone, each after the
+                     baseline's (medians); the baseline has the same kind of
+                     tokens, at the same temperature
+    speedup_over_modules
+                     the same over the baseline by PyTorch's modules
+    batch_seconds, batch_speedup
+                     of a picture in the batch
     same_tokens      pictures whose tokens are the baseline's, every one
                      (empty: the method does not promise that)
     overhead         the share of the seconds that is not forwards of the models
@@ -75,10 +76,12 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
     methods = list(dict.fromkeys(parse_methods(names, model.methods())))
     for method in methods:
         model.check(method)
+    by_modules = not options.is_given("names") and model.family is None
     if style is not None and not prompts:
         raise ValueError("style must be given with --prompt: the prompts of compare have theirs")
     prompts = list(prompts or (options.FAMILY_PROMPTS if model.family else PROMPTS))
     prompts = repeated(prompts, count or len(prompts))
+    methods = list(dict.fromkeys(method.with_window(device, 1 if singles else len(prompts)) for method in methods))
     seeds = list(range(seed, seed + len(prompts)))
     if any(isinstance(method, ContinuousMethod) for method in methods) and options.is_given("dtype"):
         raise ValueError("dtype must not be given with continuous tokens: it is for discrete ones")
@@ -89,6 +92,8 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
                 method, seeds, guidance, temperature, top_k, top_p, model, device))
             for temperature in temperatures for method in methods
             if temperature or not isinstance(method, ContinuousMethod)]
+    runs = [other for run in runs for other in (run, replace(run, by_modules=True))
+            if by_modules and run.method.is_baseline or other is run]
     if not runs:
         raise ValueError(f"temperature must be positive for {methods[0].name}, got 0")
     if len(runs) < len(methods) * len(temperatures):
@@ -111,7 +116,8 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
         results = [found[run.key] for run in runs]
         rows = table(results)
         with replacing_together(out, last="compare.csv") as new:
-            draw_pictures(pipelines, results, prompts, new / "compare.png")
+            draw_pictures(pipelines, [result for result in results if not result.by_modules], prompts,
+                          new / "compare.png")
             if jacobi:
                 draw_jacobi(pipelines[Method], found[jacobi.key], {window: found[run.key] for window, run in
                                                                    of_windows.items()}, prompts, new / "jacobi.png")
@@ -121,16 +127,18 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
     click.echo(f"pictures and all columns: {out}")
     for result in results:
         for i in result.decoded.failed.nonzero()[:, 0].tolist():
-            click.echo(f"{result.method.label}: {prompts[i]!r} ended early: the model's output was not finite")
+            click.echo(f"{result.name}: {prompts[i]!r} ended early: the model's output was not finite")
     report_differences(pipelines, every, prompts)
 
 
 def jacobi_run(runs: list[ComparedRun]) -> ComparedRun | None:
-    """The first seed-exact run of `jacobi` that has a baseline; one that samples rather than a greedy one."""
+    """The seed-exact run of `jacobi` with the widest window that has a baseline; one that samples rather than a greedy
+    one."""
     discrete = [run for run in runs if isinstance(run.method, Method)]
     baselines = {run.temperature for run in discrete if run.method.is_baseline}
     return max((run for run in discrete if run.method.drafting == "jacobi" and run.method.seed_exact
-                and run.temperature in baselines), key=lambda run: run.temperature > 0, default=None)
+                and run.temperature in baselines), key=lambda run: (run.temperature > 0, run.method.drafts.window),
+               default=None)
 
 
 def table(results: list[ComparedResult]) -> list[dict]:
@@ -142,11 +150,11 @@ def table(results: list[ComparedResult]) -> list[dict]:
     for r in results:
         B, L = r.decoded.tokens.shape[:2]
         rows.append({
-            "method": r.method.label, "temperature": r.temperature, "tau": round(r.decoded.tau.nanmean().item(), 2),
+            "method": r.name, "temperature": r.temperature, "tau": round(r.decoded.tau.nanmean().item(), 2),
             "target_forwards": round(r.decoded.target_forwards.float().mean().item(), 1),
-            "seconds": round(r.seconds / B, 3), "speedup": rounded(r.speedup, 2),
-            "single_seconds": rounded(statistics.median(r.single_seconds) if r.single_seconds else None, 3),
-            "single_speedup": rounded(r.single_speedup, 2),
+            "seconds": rounded(statistics.median(r.seconds) if r.seconds else None, 3),
+            "speedup": rounded(r.speedup(r.baseline), 2), "speedup_over_modules": rounded(r.speedup(r.modules), 2),
+            "batch_seconds": round(r.batch_seconds / B, 3), "batch_speedup": rounded(r.batch_speedup, 2),
             "same_tokens": "" if r.same_tokens is None else f"{r.same_tokens.sum()} of {B}",
             "overhead": rounded(r.overhead, 3),
             "acceptance": "" if r.method.drafting == "none" else round(r.decoded.acceptance_rate, 3),
@@ -155,14 +163,16 @@ def table(results: list[ComparedResult]) -> list[dict]:
 
 
 def print_table(rows: list[dict]) -> None:
-    """Six columns in lines of at most WIDTH letters; a long name has a line of its own."""
-    single = "single_" * all(row["single_seconds"] != "" for row in rows)
-    shown = {"tau": ("tau", ".2f"), "seconds": (f"{single}seconds", ".2f"), "speedup": (f"{single}speedup", ".2f"),
-             "same tokens": ("same_tokens", ""), "tv_excess": ("tv_excess", ".4f")}
-    if len({row["temperature"] for row in rows}) > 1:
-        shown = {"T": ("temperature", "g")} | shown
-    lines = [("method", list(shown)), *((row["method"], ["" if row[name] == "" else f"{row[name]:{form}}"
-                                                         for name, form in shown.values()]) for row in rows)]
+    """Up to seven columns in lines of at most WIDTH letters; a long name has a line of its own."""
+    batch, of_batch = ("", "") if all(row["seconds"] != "" for row in rows) else ("batch_", "batch's")
+    over = any(row["speedup_over_modules"] != "" for row in rows)
+    above, below, names, forms = zip(
+        *[("", "T", "temperature", "g")] * (len({row["temperature"] for row in rows}) > 1),
+        ("tokens a", "forward", "tau", ".2f"), (of_batch, "seconds", f"{batch}seconds", ".2f"),
+        (of_batch, "speedup", f"{batch}speedup", ".2f"), *[("over", "PyTorch", "speedup_over_modules", ".2f")] * over,
+        ("same", "tokens", "same_tokens", ""), ("added", "TV", "tv_excess", ".4f"))
+    lines = [("", above), ("method", below), *((row["method"], ["" if row[name] == "" else f"{row[name]:{form}}"
+                                                                for name, form in zip(names, forms)]) for row in rows)]
     widths = [2 + max(map(len, column)) for column in zip(*(cells for _, cells in lines))]
     first = min(max(len(row["method"]) for row in rows), WIDTH - sum(widths))
     for method, cells in lines:
@@ -174,12 +184,13 @@ def print_table(rows: list[dict]) -> None:
 
 def print_origin(results: list[ComparedResult], device: torch.device) -> None:
     """Say what the numbers mean, and by what they were measured."""
-    count, alone = len(results[0].decoded.tokens), max(len(r.single_seconds) for r in results)
+    count, alone = len(results[0].decoded.tokens), min(len(r.seconds) for r in results)
     temperatures = ", ".join(f"{T:g}" for T in dict.fromkeys(r.temperature for r in results))
-    has_singles = all(r.single_seconds for r in results)
-    of_seconds = f"median of {alone} decoded alone" if has_singles else "a picture's part of the batch"
-    click.echo("tau: tokens a target forward; tv_excess: added total variation a token,\n"
-               f"estimated. Pictures: {count}; seconds, speedup: {of_seconds}.")
+    of_seconds = f"median of {alone} decoded alone" if alone else "a picture's part of the batch"
+    click.echo(f"Tokens a forward: mean of {count} pictures. Seconds: {of_seconds}.\n"
+               "Added TV: added total variation a token, estimated.")
+    if any(r.by_modules for r in results):
+        click.echo(f"vanilla: plain decoding. {MODULES}: the same without decoder_layers.")
     click.echo(textwrap.shorten(f"Temperature {temperatures}; {machine(device)}, torch {torch.__version__}", WIDTH))
 
 
@@ -190,6 +201,7 @@ def machine(device: torch.device) -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        return f"{names[0]}, {torch.get_num_threads()} threads"
-    except (OSError, IndexError):
-        return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    except OSError:
+        names = []
+    name, count = (names or [platform.processor() or platform.machine()])[0], torch.get_num_threads()
+    return f"{name}, {count} thread{'s' * (count > 1)}"

@@ -15,6 +15,7 @@ class ProgressBar:
         self.bar = tqdm(total=total, unit=unit, desc=label, disable=None)
         self.total, self.unit, self.label, self.count = total, unit, label, 0
         self.start = self.said = time.monotonic()
+        self.first = None  # when the first update came, and what was done then: the start is in its time
 
     def __enter__(self) -> "ProgressBar":
         return self
@@ -27,10 +28,13 @@ class ProgressBar:
         self.count += count
         self.bar.update(count)
         now = time.monotonic()
+        self.first = self.first or (now, self.count)
         if self.bar.disable and now - self.said >= EVERY and self.count:
-            self.said, seconds = now, now - self.start
-            click.echo(f"{self.label}: {self.count} of {self.total} {self.unit}s, {seconds:.0f} s, about "
-                       f"{seconds * (self.total / self.count - 1):.0f} s left", err=True)
+            self.said, (begun, done) = now, self.first
+            left = "" if self.count == done else (
+                f", about {(now - begun) * (self.total - self.count) / (self.count - done):.0f} s left")
+            click.echo(f"{self.label}: {self.count} of {self.total} {self.unit}s, {now - self.start:.0f} s{left}",
+                       err=True)
 
 
 class Steps:

@@ -2,8 +2,10 @@
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import truediv
+from unittest.mock import patch
 
 import click
 import torch
@@ -12,12 +14,14 @@ from ..decoding.continuous_state import ContinuousDecoded, ContinuousSampling
 from ..decoding.decoded import Decoded
 from ..decoding.methods import ContinuousMethod, Method
 from ..decoding.sampling import Sampling
+from ..models import layers
 from ..pipelines.discrete import Pipeline
 from ..pipelines.mar import MARPair
 from ..pipelines.positions import draw_margins, is_near_a_filter, logit_rounding
 from .options import is_exact
 from .progress import Steps
 
+MODULES = "PyTorch's modules"
 ROUNDING = 1e-4  # two candidates for a token that are nearer than this may change places by rounding in float32
 
 Pipelines = dict[type, Pipeline | MARPair]  # the key is the type of the methods by which they decode
@@ -31,44 +35,66 @@ class ComparedRun:
     temperature: float
     sampling: Sampling | ContinuousSampling
     purpose: str = ""  # why a run is done that is not in the table
+    by_modules: bool = False  # PyTorch's modules read, not `decoder_layers`
 
     @property
     def key(self) -> tuple:
         """Two runs with one key are one run."""
-        return self.method, self.temperature
+        return self.method, self.temperature, self.by_modules
+
+    @property
+    def name(self) -> str:
+        return MODULES if self.by_modules else self.method.label
 
     @property
     def label(self) -> str:
-        return f"{self.method.label}, temperature {self.temperature:g}"
+        return f"{self.name}, temperature {self.temperature:g}"
+
+    @contextmanager
+    def forwards(self):
+        """What reads. Modules get one thread: with two, the shipped model waits more than it computes."""
+        threads = torch.get_num_threads()
+        with patch.object(layers, "USE_KERNELS", not self.by_modules):
+            torch.set_num_threads(1 if self.by_modules else threads)
+            try:
+                yield
+            finally:
+                torch.set_num_threads(threads)
 
 
 @dataclass
 class ComparedResult(ComparedRun):
     decoded: Decoded | ContinuousDecoded = field(kw_only=True)
-    seconds: float = field(kw_only=True)               # wall time of the whole batch
+    batch_seconds: float = field(kw_only=True)         # wall time of the whole batch
     model_seconds: float | None = field(kw_only=True)  # the part in forwards of the models; None: not measured
     baseline: "ComparedResult | None" = None  # it has the same kind of tokens and temperature
-    single_seconds: list[float] = field(default_factory=list)  # the first pictures, each decoded again alone
+    modules: "ComparedResult | None" = None   # the baseline by PyTorch's modules
+    alone: list[Decoded] = field(default_factory=list)  # the first pictures, each decoded again alone
+    seconds: list[float] = field(default_factory=list)  # of these
 
     @property
     def overhead(self) -> float | None:
         """The share of the time that is not forwards of the models."""
-        return None if self.model_seconds is None else 1 - self.model_seconds / self.seconds
+        return None if self.model_seconds is None else 1 - self.model_seconds / self.batch_seconds
 
     @property
-    def speedup(self) -> float | None:
-        return None if self.baseline is None else self.baseline.seconds / self.seconds
+    def batch_speedup(self) -> float | None:
+        return None if self.baseline is None else self.baseline.batch_seconds / self.batch_seconds
+
+    def speedup(self, over: "ComparedResult | None") -> float | None:
+        """The median over the pictures that were decoded alone; None: no picture was, or nothing to compare with."""
+        return statistics.median(map(truediv, over.seconds, self.seconds)) if over and self.seconds else None
 
     @property
-    def single_speedup(self) -> float | None:
-        """The median over the pictures that were decoded alone; None: no picture was, or no baseline exists."""
-        baseline = [] if self.baseline is None else self.baseline.single_seconds
-        return statistics.median(map(truediv, baseline, self.single_seconds)) if baseline else None
+    def shown(self) -> Decoded | ContinuousDecoded:
+        """The pictures that `seconds` tells of; without any, those of the batch."""
+        return Decoded.merged(self.alone, list(range(len(self.alone)))) if self.alone else self.decoded
 
     @property
     def same_tokens(self) -> torch.Tensor | None:
         """(B,) bool: which pictures are the baseline's, token for token; None: this is not promised."""
-        if self.baseline in (None, self) or not is_exact(self.method, self.temperature):
+        is_promised = self.by_modules or is_exact(self.method, self.temperature)
+        if self.baseline is None or self.baseline is self or not is_promised:
             return None
         return (self.decoded.tokens == self.baseline.decoded.tokens).all(1)
 
@@ -82,16 +108,21 @@ def run_all(pipelines: Pipelines, runs: list[ComparedRun], prompts: list[str], s
     for run in runs:
         pipelines[type(run.method)].check(run.method)  # and the neighbors are found, before the clock starts
     alone = range(min(singles, len(prompts)))
-    with Steps(len(runs) + len(alone) * sum(isinstance(run.method, Method) for run in runs)) as progress:
+    is_alone = bool(alone) and Method in pipelines
+    with Steps(len(runs) + is_alone) as progress:
         results = [decode_together(pipelines[type(run.method)], run, prompts, progress) for run in runs]
-        baselines = {(type(r.method), r.temperature): r for r in results if r.method.is_baseline}
+        baselines = {(type(r.method), r.temperature, r.by_modules): r for r in results if r.method.is_baseline}
         for result in results:
-            result.baseline = baselines.get((type(result.method), result.temperature))
+            result.baseline, result.modules = (baselines.get((type(result.method), result.temperature, by_modules))
+                                               for by_modules in (False, True))
         discrete = sorted((r for r in results if isinstance(r.method, Method)),
                           key=lambda r: (r.temperature, not r.method.is_baseline))
+        if is_alone:
+            progress.begin(f"by each method in turn, {len(alone)} of the pictures alone",
+                           len(alone) * len(discrete) * pipelines[Method].num_tokens)
         works = [lambda i, run=run: decode_alone(pipelines[Method], run, prompts, i, progress) for run in discrete]
         for result, seconds in zip(discrete, timed_in_turns(works, len(alone))):
-            result.single_seconds = seconds
+            result.seconds = seconds
     return results
 
 
@@ -109,16 +140,16 @@ def timed_in_turns(works: list[Callable[[int], None]], turns: int) -> list[list[
 def decode_together(pipeline: Pipeline | MARPair, run: ComparedRun, prompts: list[str],
                     progress: Steps) -> ComparedResult:
     progress.begin(f"{run.purpose}{run.label}, {len(prompts)} at once", len(prompts) * pipeline.num_tokens)
-    with ModelClock(pipeline) as clock:
+    with ModelClock(pipeline) as clock, run.forwards():
         start = time.perf_counter()
         decoded = pipeline.tokens(prompts, run.method, run.sampling, progress.update)
         seconds = time.perf_counter() - start
-    return ComparedResult(**vars(run), decoded=decoded, seconds=seconds, model_seconds=clock.seconds)
+    return ComparedResult(**vars(run), decoded=decoded, batch_seconds=seconds, model_seconds=clock.seconds)
 
 
-def decode_alone(pipeline: Pipeline, run: ComparedRun, prompts: list[str], i: int, progress: Steps) -> None:
-    progress.begin(f"{run.purpose}{run.label}, picture {i + 1} alone", pipeline.num_tokens)
-    pipeline.tokens([prompts[i]], run.method, run.sampling[[i]], progress.update)
+def decode_alone(pipeline: Pipeline, run: ComparedResult, prompts: list[str], i: int, progress: Steps) -> None:
+    with run.forwards():
+        run.alone.append(pipeline.tokens([prompts[i]], run.method, run.sampling[[i]], progress.update))
 
 
 class ModelClock:

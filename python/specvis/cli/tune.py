@@ -62,11 +62,13 @@ def measured(pipeline: Pipeline, methods: list[Method], prompts: list[str], samp
 
     def draw(m: Method, turn: int) -> None:
         numbers = list(range(turn * batch, (turn + 1) * batch))
-        progress.begin(f"{m.label}, turn {turn + 1}", batch * pipeline.num_tokens)
+        if m is methods[0]:
+            number = f"turn {len(taus[m])} of {turns}" if taus[m] else "a turn without a clock"
+            progress.begin(f"{number}, {len(methods)} methods", len(methods) * batch * pipeline.num_tokens)
         decoded = pipeline.tokens([prompts[i] for i in numbers], m, sampling[numbers], progress.update)
         taus[m].append(decoded.tau.nanmean().item())
 
-    with Steps(len(methods) * (turns + 1)) as progress:
+    with Steps(turns + 1) as progress:
         for m in methods:  # what is made at first use is not timed
             draw(m, 0)
         seconds = timed_in_turns([lambda turn, m=m: draw(m, turn) for m in methods], turns)
