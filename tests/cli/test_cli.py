@@ -303,7 +303,7 @@ def test_the_command_and_python_draw_the_same_picture(weights, tmp_path, name, k
     """Both get the seed alone; all other numbers are the folder's."""
     folder = tmp_path / "m"
     shutil.copytree(weights, folder)
-    (folder / "pipeline.json").write_text(json.dumps({"guidance": 3.0, "top_k": 9, "top_p": 0.7}))
+    (folder / "pipeline.json").write_text(json.dumps({"guidance": 3.0, "top_k": 9, "top_p": 0.7, "min_p": 0.05}))
     run("generate", "--prompt", "red heart", "--method", name, "--seed", 4, "--scale", 1, "--out", tmp_path / "x.png",
         "--model", folder, status=0)
     pipeline = kind.load(folder)
@@ -312,7 +312,7 @@ def test_the_command_and_python_draw_the_same_picture(weights, tmp_path, name, k
     decoded = pipeline.tokens(["fluent-3d red heart"], name, sampling)
     assert pipeline.pictures(decoded.tokens)[0].tobytes() == Image.open(tmp_path / "x.png").tobytes()
     if kind is Pipeline:
-        assert (sampling.top_k.item(), round(sampling.top_p.item(), 4)) == (9, 0.7)
+        assert [round(x.item(), 4) for x in (sampling.top_k, sampling.top_p, sampling.min_p)] == [9, 0.7, 0.05]
         unfiltered = pipeline.tokens(["fluent-3d red heart"], name, pipeline.sampling([4], top_k=0, top_p=1.0))
         assert not torch.equal(unfiltered.tokens, decoded.tokens)
 

@@ -51,8 +51,8 @@ def test_the_manifest_says_by_which_settings_each_picture_was_drawn(weights, lin
     assert len(settings.pop("model")) == 16
     assert settings == {"specvis": version("specvis"), "folder": str(weights), "text_encoder": None, "dtype": "float32",
                         "style": None, "method": "lantern:k=8", "drawn_by": "lantern:k=8", "guidance": 1.5,
-                        "temperature": 1.0, "top_k": 100, "top_p": 0.8, "scale": 1, "seed": 5, "n": 1,
-                        "batch_invariant": True}
+                        "temperature": 1.0, "top_k": 100, "top_p": 0.8, "min_p": None, "scale": 1, "seed": 5,
+                        "n": 1, "batch_invariant": True}
     files = pictures(tmp_path / "out")
     for i, (line, number) in enumerate(zip(drawn, (1, 4, 5, 6))):
         assert line.pop("target_forwards") == round(16 / line.pop("tau"))

@@ -96,7 +96,7 @@ def test_a_file_of_prompts_is_drawn_and_gone_on_with(folders, tmp_path):
     assert "out must be a folder without pictures of other settings" in run(*arguments[:-2], "--guidance", 2).output
     files = ModelFiles(folder, "anole", head, image_size=64)
     drawing = Drawing(file, files, None, "float32", "cpu", None, parse_method("eagle2", files.methods()), scale=None,
-                      batch=2, **files.filters(None, None, None))
+                      batch=2, **files.filters())
     worker = Worker()
     requests = [PictureRequest(i, i + 1, text, i) for i, text in enumerate(file.read_text().splitlines())]
     assert worker.load(pickle.loads(pickle.dumps(drawing)), requests, torch.get_num_threads())[1] is None

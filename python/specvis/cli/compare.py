@@ -49,8 +49,7 @@ def windows_of(context, parameter, text: str | None) -> list[int]:
 @options.dtype_option
 @click.option("--out", type=click.Path(path_type=Path), default="out", help="Folder for the pictures and the table.")
 @options.sampling_options
-def compare(prompts, style, names, count, singles, temperatures, windows, dtype, out, seed, guidance, top_k, top_p,
-            model, device):
+def compare(prompts, style, names, count, singles, temperatures, windows, dtype, out, seed, filters, model, device):
     """Run methods side by side: pictures, plots, a table.
 
     Where a method draws the baseline's tokens by its definition, that is checked. compare.csv has more than the table:
@@ -89,7 +88,7 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
         options.refuse_filters(methods[0].name)
     temperatures = list(dict.fromkeys(temperatures or [model.family and model.settings().temperature or 1.0]))
     runs = [ComparedRun(method, temperature, options.sampling_for(
-                method, seeds, guidance, temperature, top_k, top_p, model, device))
+                method, seeds, filters, temperature, model, device))
             for temperature in temperatures for method in methods
             if temperature or not isinstance(method, ContinuousMethod)]
     runs = [other for run in runs for other in (run, replace(run, by_modules=True))

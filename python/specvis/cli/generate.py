@@ -75,7 +75,7 @@ MAX_SCALE, MAX_BATCH, MAX_WORKERS = 1024, 1024, 1024
 @options.dtype_option
 @options.sampling_options
 def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, page, style, name, count, temperature,
-             scale, out, animate, known, text_encoder, dtype, seed, guidance, top_k, top_p, model, device):
+             scale, out, animate, known, text_encoder, dtype, seed, filters, model, device):
     """Draw pictures of a prompt, side by side, or of each prompt of a file.
 
     What a method's parameters are, and their defaults: specvis methods NAME.
@@ -115,10 +115,10 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, pag
         for option in ("text_encoder", "dtype"):
             if options.is_given(option):
                 raise ValueError(f"{option} must not be given with {method.name}: it is for discrete tokens")
-        filters = {"guidance": model.settings().continuous_guidance(guidance), "top_k": None, "top_p": None,
-                   "temperature": 1.0 if temperature is None else temperature}
+        filters |= {"guidance": model.settings().continuous_guidance(filters["guidance"]),
+                    "temperature": 1.0 if temperature is None else temperature}
     else:
-        filters = model.filters(guidance, top_k, top_p, temperature)
+        filters = model.filters(filters, temperature)
     drawing = Drawing(file, model.absolute(), text_encoder and text_encoder.absolute(), dtype, device,
                       style, method, scale=scale, batch=batch,
                       batch_invariant=click.get_current_context().meta["batch_invariant"], **filters)
@@ -279,6 +279,7 @@ def settings_of(drawing: Drawing, method: Method | ContinuousMethod, seed: int, 
     encoder, files = drawing.text_encoder or drawing.model.settings().text_encoder, drawing.model
     settings = {"specvis": version("specvis")} | vars(drawing) | {
         "model": fingerprint(files.model, but=("pipeline.json",)), "folder": str(files.model), "method": method.label,
+        "min_p": drawing.min_p or None,  # as in a folder that was begun before there was one
         "drawn_by": drawing.method.label, "seed": seed, "n": count,
         "text_encoder": encoder and fingerprint(Path(encoder))}
     if files.family:

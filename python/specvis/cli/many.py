@@ -62,6 +62,7 @@ class Drawing:
     guidance: float
     top_k: int | None
     top_p: float | None
+    min_p: float | None
     scale: int | None  # None: so that pictures have at least 256 pixels a side
     batch: int
     batch_invariant: bool = False
@@ -95,8 +96,9 @@ class Drawing:
         return with_style(request.prompt, pipeline.prompts.styles, self.style, default=True)
 
     def sampling(self, requests: list[PictureRequest]):
-        return sampling_for(self.method, [request.seed for request in requests], self.guidance, self.temperature,
-                            self.top_k, self.top_p, self.model, self.device)
+        filters = dict(guidance=self.guidance, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+        return sampling_for(self.method, [request.seed for request in requests], filters, self.temperature, self.model,
+                            self.device)
 
 
 def draw(pipeline: Pipeline | MARPair, drawing: Drawing, requests: list[PictureRequest],

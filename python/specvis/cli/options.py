@@ -75,10 +75,9 @@ class ModelFiles:
         """How its pictures are drawn unless one says otherwise."""
         return FAMILIES[self.family].settings if self.family else read_settings(self.model)
 
-    def filters(self, guidance: float | None, top_k: int | None, top_p: float | None,
-                temperature: float | None = None) -> dict:
+    def filters(self, given: dict | None = None, temperature: float | None = None) -> dict:
         """How discrete tokens are drawn: as given, or else as the model says."""
-        return self.settings().filters(guidance, top_k, top_p, temperature)
+        return self.settings().filters(**given or {}, temperature=temperature)
 
     def methods(self) -> dict[str, dict]:
         """Parameters of methods that this model's paper has otherwise."""
@@ -149,7 +148,7 @@ def model_options(command):
     return with_files
 
 
-sampling_options = with_options(
+_sampling_options = with_options(
     click.option("--seed", type=click.IntRange(0, 2**32), default=0,
                  help="Seed of the first picture; the next ones count on."),
     click.option("--guidance", type=float, help="Strength of classifier-free guidance; 1 is none. "
@@ -158,6 +157,8 @@ sampling_options = with_options(
                  f"[default: {FILTERS['top_k']}, {OWN}]"),
     click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability, in (0, 1]. "
                  f"Discrete tokens only. [default: {FILTERS['top_p']}, {OWN}]"),
+    click.option("--min-p", type=float, help="Keep of these the tokens of at least this share of the likeliest one's "
+                 f"probability; 0 keeps all. Discrete tokens only. [default: {FILTERS['min_p']:g}, {OWN}]"),
     device_option,
     click.option("--batch-invariant", is_flag=True, is_eager=True, expose_value=False,  # read before --device
                  callback=lambda context, parameter, value: context.meta.update(batch_invariant=value),
@@ -165,14 +166,23 @@ sampling_options = with_options(
     model_options)
 
 
-def sampling_for(method: Method | ContinuousMethod, seeds: list[int], guidance: float | None,
-                 temperature: float | None, top_k: int | None, top_p: float | None, model: ModelFiles,
-                 device: str = "cpu") -> Sampling | ContinuousSampling:
+def sampling_options(command):
+    """The options of how to draw. Of these the command gets guidance and the filters as one dict, `filters`."""
+    @_sampling_options
+    @wraps(command)
+    def with_filters(guidance, top_k, top_p, min_p, **options):
+        return command(filters=dict(guidance=guidance, top_k=top_k, top_p=top_p, min_p=min_p), **options)
+
+    return with_filters
+
+
+def sampling_for(method: Method | ContinuousMethod, seeds: list[int], filters: dict, temperature: float | None,
+                 model: ModelFiles, device: str = "cpu") -> Sampling | ContinuousSampling:
     """How to draw by this method. ValueError names an option that is out of its range."""
     if isinstance(method, ContinuousMethod):
-        return ContinuousSampling.of(seeds, guidance=model.settings().continuous_guidance(guidance),
+        return ContinuousSampling.of(seeds, guidance=model.settings().continuous_guidance(filters["guidance"]),
                                      temperature=1.0 if temperature is None else temperature, device=device)
-    return Sampling.of(seeds, **model.filters(guidance, top_k, top_p, temperature), device=device)
+    return Sampling.of(seeds, **model.filters(filters, temperature), device=device)
 
 
 def is_exact(method: Method | ContinuousMethod, temperature: float) -> bool:
@@ -187,7 +197,7 @@ def is_given(name: str) -> bool:
 
 def refuse_filters(what: str) -> None:
     """Raise ValueError where filters of discrete tokens are given."""
-    for name in ("top_k", "top_p"):
+    for name in ("top_k", "top_p", "min_p"):
         if is_given(name):
             raise ValueError(f"{name} must not be given with {what}: continuous tokens have no filters")
 

@@ -24,14 +24,14 @@ WINDOWS, REFRESHES = (2, 4, 8, 16, 32), (0, 1, 2)
               help="How often every method draws, each time other pictures.")
 @dtype_option
 @sampling_options
-def tune(prompts, batch, turns, dtype, seed, guidance, top_k, top_p, model, device):
+def tune(prompts, batch, turns, dtype, seed, filters, model, device):
     """Find the fastest window of jacobi for a model on this machine.
 
     It tries windows of 2, 4, 8, 16 and 32, and each with one and two refreshes if the model has a small one: minutes.
     Every window draws plain decoding's pictures, so this is a matter of seconds alone. The methods take turns, so that
     other work on the machine slows all alike; a speedup is the median of these turns.
     """
-    settings = model.filters(guidance, top_k, top_p)
+    settings = model.filters(filters)
     Sampling.of([seed], **settings)
     pipeline = model.load(Method, device, dtype=getattr(torch, dtype))
     prompts = prompts or (FAMILY_PROMPTS if model.family else PROMPTS)
