@@ -264,30 +264,52 @@ def gpu_ops() -> str:
 
 
 def readme() -> str:
-    plain, jacobi, eagle = (row_of("demo/compare.csv", temperature="1.0", method=method)
-                            for method in ("vanilla", "jacobi", "eagle1"))
-    gpu = [row_of(f"{GPU}-decode.json", size="XL", batch=batch, method="jacobi:window=16")["times_vanilla"]
-           for batch in (1, 8)]
-    cpu = [row_of(f"{CPU}-decode.json", size=size, method="jacobi:window=4")["times_vanilla"] for size in ("B", "L")]
+    """Three speedups, each with what it is over."""
+    gpu = row_of(f"{GPU}-decode.json", size="XL", batch=1, method="jacobi:window=16")["times_vanilla"]
+    cpu = min(row_of(f"{CPU}-decode.json", size=size, method="jacobi:window=4")["times_vanilla"] for size in ("B", "L"))
     llama = [forward_ms(nodes, "llama.cpp", **model) / forward_ms(nodes, "decoder_layers", **model)
              for model in FORWARDS.values() for nodes in NODES]
-    imposed = "random, bfloat16, with the shipped model's acceptance"
     return markdown(
-        ["what", "weights", "result"],
-        ["on an H100, `jacobi` at LlamaGen-XL's sizes, 256 tokens", imposed,
-         f"[{gpu[0]:.1f} times](docs/gpu.md#decoding) as fast as `vanilla`, {gpu[1]:.1f} times for 8 pictures at once"],
-        ["`jacobi`, the baseline's picture", f"shipped, float32; plain {float(plain['seconds']):.2f} s",
-         f"{float(jacobi['speedup']):.1f} times as fast"],
-        ["`jacobi` at LlamaGen-B's and L's sizes", imposed, f"{min(cpu):.1f} times as fast"],
-        ["methods with a draft model", "shipped", "slower: two cores have no idle arithmetic; `eagle1` has "
-         f"{float(eagle['tau']):.1f} tokens per forward"],
-        ["a forward by `decoder_layers`, two threads", "shipped and random, LlamaGen's sizes",
-         f"{min(llama):.1f} to {max(llama):.1f} times as fast as llama.cpp"])
+        [f"{gpu:.1f} times as fast", f"{cpu:.1f} times as fast", f"{min(llama):.1f} to {max(llama):.1f} times as fast"],
+        ["as plain decoding in CUDA graphs: LlamaGen-XL's sizes on an H100",
+         "as plain decoding by `decoder_layers`: LlamaGen-B's and L's sizes on two CPU cores",
+         "as llama.cpp, a forward: the shipped model's and LlamaGen's sizes on two CPU cores"])
+
+
+README_OPS = [  # title, op, sizes, its name and that of the code beside it on an H100, and on a CPU
+    ("`draw_tokens`, 17 pairs of rows", "draw_tokens", f"1 17 16384 bfloat16 True {IMAGE} None 16",
+     ("cuda", "multinomial"), ("cpu", "multinomial"), "softmax, multinomial"),
+    ("`verify_logits`, a tree of 60", "verify_logits", f"1 {TREE}}}", ("two ops", None), ("cpu", "LANTERN's loop"),
+     "LANTERN's loop"),
+    ("`draft_frontier`, 10 pairs", "draft_frontier", f"1 10 16384 10 float32 True 1 {IMAGE}", ("cuda", "two ops"),
+     ("cpu", "two ops"), "two ops"),
+    ("`sample_residual`, a row", "sample_residual", "1 16384", ("cuda", "searchsorted"), ("cpu", "searchsorted"),
+     "cumsum, searchsorted"),
+    ("`commit_kv`, 36 layers", "commit_kv", f"1 {OPS[11][2]}",
+     ("cuda", "index and put"), ("cpu", "index and put"), "index and put"),
+    ("`rms_norm` with a residual", "rms_norm", "120 1280 bfloat16 True", ("triton", "Liger's"), ("cpu", "PyTorch's"),
+     "Liger; PyTorch"),
+]
+
+
+def readme_ops() -> str:
+    """Microseconds: ours / theirs."""
+    times = {(row["op"], row["shape"], row["mode"], row["backend"]): (row["median_us"], row["p10_us"])
+             for name in (GPU, CPU) for row in rows_of(f"{name}.json") if row["mode"] in ("graph between", "eager")}
+
+    def cell(op, sizes, mode, i, names):
+        us = [times[op, sizes, mode, name][i] if name else None for name in names]
+        return " / ".join("-" if one is None else short(one, 1) for one in us)
+
+    return markdown(["op", "on an H100: ours / theirs", "on two CPU cores: ours / theirs", "theirs"], *(
+        [title, cell(op, sizes, "graph between", 0, gpu), cell(op, sizes, "eager", 1, cpu), theirs]
+        for title, op, sizes, gpu, cpu, theirs in README_OPS))
 
 
 TABLES = {"compare": compare, "decode": decode, "decode-refresh": decode_refresh, "decode-batch": decode_batch,
           "forward": forward, "ops": cpu_ops, "families": families, "gpu-decode": gpu_decode,
-          "gpu-refresh": gpu_refresh, "gpu-ops": gpu_ops, "refresh-pays": refresh_pays, "readme": readme}
+          "gpu-refresh": gpu_refresh, "gpu-ops": gpu_ops, "refresh-pays": refresh_pays, "readme": readme,
+          "readme-ops": readme_ops}
 
 
 def captioned(table, captions: bool = True) -> str:
