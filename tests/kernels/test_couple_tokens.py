@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from specvis_kernels import couple_tokens, verify_tree
-from specvis_kernels.status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE
+from specvis_kernels.status import INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE
 from tests.cases import DEVICE, neighbor_table, tensor
 
 NAN, INF = float("nan"), float("inf")
@@ -46,53 +46,7 @@ def test_a_guess_without_mass_is_never_kept(backend):
     assert one(backend, 0, -0.5, 0.99, target=[0.0, 0.5, 0.5, 0.0]) == (2, False, 0.0, 0)
 
 
-@pytest.mark.parametrize("omega, accept, redraw, token, is_kept, tv_excess", [
-    (0.5, 0.249, 0.0, 1, True, 0.0),    # strictly 1/2 is kept, here omega / 2
-    (0.5, 0.25, 0.44, 0, False, 0.0),   # P - Q against half of P: 4 2 1 2 of 9
-    (0.5, 0.25, 0.45, 1, False, 0.0),
-    (0.5, 0.25, 0.77, 2, False, 0.0),
-    (0.5, 0.25, 0.78, 3, False, 0.0),
-    (1.5, 0.749, 0.0, 1, True, 0.25),
-    (1.5, 0.75, 0.67, 3, False, 0.25),
-    (3.0, 0.999, 0.0, 1, True, 0.5),
-    (INF, 0.999, 0.0, 1, True, 0.5),
-    (0.25, 0.125, 0.47, 0, False, 0.0),  # P - Q against 3/4 of P: 12 6 3 4 of 25
-    (0.25, 0.125, 0.49, 1, False, 0.0),
-    (0.25, 0.125, 0.73, 2, False, 0.0),
-    (0.25, 0.125, 0.85, 3, False, 0.0),
-    (0.0, 0.0, 0.49, 0, False, 0.0),    # never kept, and P does not change
-    (0.0, 0.0, 0.51, 1, False, 0.0),
-])
-def test_omega(backend, omega, accept, redraw, token, is_kept, tv_excess):
-    assert one(backend, 1, accept, redraw, omega=omega) == (token, is_kept, tv_excess, 0)
-
-
 NEIGHBORS = [[1, 2, 3], [3, 2, 0], [1, 0, 3], [2, 1, 0]]  # nearest first; the third column only "released" looks at
-
-
-@pytest.mark.parametrize("residual, accept, redraw, token, is_kept", [
-    # Guess 1 has 1/4, neighbor 3 has 1/8, neighbor 2 too: delta 1/8 keeps one. 3/8 of Q = 1/2 is 3/4.
-    ("optimal", 0.749, 0.0, 1, True),
-    ("optimal", 0.75, 0.66, 0, False),   # P - Q as ever: tokens 0 and 3 have 4 and 2
-    ("optimal", 0.75, 0.67, 3, False),
-    ("relaxed", 0.749, 0.0, 1, True),
-    ("relaxed", 0.75, 0.99, 0, False),   # P' is 8 6 2 0: of P' - Q only token 0 remains
-    ("released", 0.749, 0.0, 1, True),
-    ("released", 0.75, 0.66, 0, False),  # Q without all three neighbors is 0 8 0 0: 8 0 2 2 remains, of 12
-    ("released", 0.75, 0.67, 2, False),
-    ("released", 0.75, 0.84, 3, False),
-])
-def test_neighbors(backend, residual, accept, redraw, token, is_kept):
-    got = one(backend, 1, accept, redraw, neighbors=NEIGHBORS, delta=0.125, residual=residual)
-    assert got == (token, is_kept, 0.25, 0)
-
-
-def test_the_last_column_is_for_released_alone(backend):
-    """There the cutoff does not look at it: of 13 1 1 1 the guess has 3, of Q 8."""
-    options = dict(target=[0.8125, 0.0625, 0.0625, 0.0625], neighbors=NEIGHBORS, delta=1.0)
-    for residual, accept_prob in (("optimal", 1.0), ("relaxed", 1.0), ("released", 0.375)):
-        assert one(backend, 1, 0.374, residual=residual, **options) == (1, True, accept_prob - 0.125, 0)
-        assert one(backend, 1, 0.375, residual=residual, **options)[1] == (accept_prob == 1.0)
 
 
 @pytest.mark.parametrize("cutoff, delta, accept_prob", [
@@ -103,13 +57,6 @@ def test_cutoffs(backend, cutoff, delta, accept_prob):
     """Guess 1 with a neighbor of 1/8, then one of 1/8, then one of 1/2, which Q = 1/2 does not need."""
     got = one(backend, 1, 0.0, neighbors=NEIGHBORS, delta=delta, cutoff=cutoff)
     assert got == (1, True, accept_prob - 0.5, 0)
-
-
-def test_neighbors_by_offset(backend):
-    """Codes are tokens 2 and 3: only these have neighbors, each other."""
-    options = dict(neighbors=[[1], [0]], delta=1.0, offset=2)
-    assert one(backend, 1, 0.5, 0.0, **options) == (0, False, 0.0, 0)
-    assert one(backend, 2, 0.99, **options) == (2, True, 0.5, 0)
 
 
 @pytest.mark.parametrize("group, accept_prob", [
@@ -133,12 +80,6 @@ def test_a_group_may_keep_less_or_nothing(backend):
     # without mass
     assert one(backend, 0, 0.0, target=[0.0, 0.0, 0.5, 0.5], draft=[0.5, 0.5, 0.0, 0.0], group=[1]) == (
         2, False, 0.0, 0)
-
-
-def test_an_empty_residual_is_the_target(backend):
-    assert one(backend, 0, 1.0, 0.49, draft=P) == (0, False, 0.0, EMPTY_RESIDUAL)
-    assert one(backend, 0, 1.0, 0.5, draft=P) == (1, False, 0.0, EMPTY_RESIDUAL)
-    assert one(backend, 0, 0.999, draft=P) == (0, True, 0.0, 0)
 
 
 @pytest.mark.parametrize("bad", [[NAN, 0.5, 0.5, 0.0], [INF, 0, 0, 0.0], [-0.5, 0.5, 0.5, 0.5], 4 * [0.0]])
@@ -182,16 +123,6 @@ def test_an_undefined_rule_draws_from_the_target(backend, options):
     assert one(backend, 1, 0.0, 0.5, **options) == (1, False, 0.0, INVALID_RULE)
     assert one(backend, 1, 0.0, 0.76, **options) == (2, False, 0.0, INVALID_RULE)
     assert one(backend, 1, 0.0, 0.76, target=4 * [NAN], **options) == (0, False, 0.0, INVALID_RULE | INVALID_ROW)
-
-
-def test_omega_below_one_has_a_rule_with_the_other_residuals(backend):
-    for residual in ("relaxed", "released"):
-        got = one(backend, 1, 0.37, neighbors=NEIGHBORS, delta=0.125, residual=residual, omega=0.5)
-        assert got == (1, True, 0.0, 0)
-    # Guess 2 with its neighbor 1: P' is 8 0 6 2, so of P' - Q tokens 0, 2 and 3 have 4, 2 and 2.
-    for redraw, token in ((0.49, 0), (0.51, 2), (0.76, 3)):
-        got = one(backend, 2, 0.75, redraw, neighbors=NEIGHBORS, delta=0.25, residual="relaxed", omega=0.5)
-        assert got == (token, False, 0.25, 0)
 
 
 def test_the_leading_ones_are_counted_and_those_behind_are_treated_alike(backend):

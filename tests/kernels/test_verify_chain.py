@@ -47,35 +47,6 @@ def test_a_bonus_token_stands_for_the_last_row(backend):
     assert got == [[2, 0, 0], [-7, 2**40, 0], [0.0] * 3, [0] * 3]
 
 
-def test_drawn_drafts(backend):
-    """Token 1 was drawn from 1/4 1/2 1/4 0: accepted iff u / 2 < 1/4; else 1/4, 0, 0, 1/8 are left."""
-    draft_probs = tensor([[0.25, 0.5, 0.25, 0.0]] * 3)
-    got = verify(backend, 6, [1, 1, 1], [1, 2, 3], [0.0, 0.49, 0.66, 0.5, 0.67, 0.5], draft_probs=draft_probs)
-    assert got == [[1, 0, 0], [0, 0, 3], [0.0] * 3, [0] * 3]
-
-
-def test_omega_is_of_the_request(backend):
-    """Token 0 has 1/2: with omega 1/2 and 2 it is accepted below 1/4 and 1."""
-    drafts, ends, uniforms = [0, 0, 0, 0], [2, 4], [0.0, 0.24, 0.25, 0.0, 0.99, 0.99]
-    assert verify(backend, 6, drafts, ends, uniforms, omega=tensor([0.5, 2.0]))[0] == [1, 2]
-    assert verify(backend, 6, drafts, ends, uniforms, omega=0.5)[0] == [1, 0]
-    assert verify(backend, 6, drafts, ends, uniforms, omega=2)[2] == [1.0, 1.0]
-
-
-def test_a_request_without_drafts_needs_no_rule(backend):
-    got = verify(backend, 4, [0], [0, 1, 1], [0.6, 0.6, 0.0, 0.6], omega=torch.full((3,), -1.0, device=DEVICE))
-    assert got == [[0, 0, 0], [1, 1, 1], [0.0] * 3, [0, INVALID_RULE, 0]]
-
-
-def test_what_replaces_an_empty_residual(backend):
-    """Token 0 has everything, and is rejected at 1/2 and omega 1/2 under "relaxed": nothing remains."""
-    options = dict(row=[1.0, 0.0, 0.0, 0.0], omega=0.5, residual="relaxed")
-    got = verify(backend, 4, [0, 0], [1, 2], [0.3, 0.5, 0.8, 0.5], **options)
-    assert got == [[0, 0], [0, 0], [0.0, 0.0], [EMPTY_RESIDUAL] * 2]
-    got = verify(backend, 4, [0, 0], [1, 2], [0.3, 0.5, 0.8, 0.5], empty="uniform", **options)
-    assert got == [[0, 0], [1, 3], [0.0, 0.0], [EMPTY_RESIDUAL] * 2]
-
-
 @pytest.mark.parametrize("width", [torch.int64, torch.int32])
 @pytest.mark.parametrize("ends, num_valid", [
     ([1, 0, 3], 1), ([-1, 2, 3], 0), ([1, 2, 4], 2), ([4, 4, 4], 0), ([2, 1, 3], 1), ([0, 2**31 - 1, 1], 1),

@@ -1,4 +1,4 @@
-"""verify_tree on trees small enough to verify by hand: the strict rule, omega, the tree, and what is invalid.
+"""verify_tree on trees small enough to verify by hand: the strict rule, omega, what is invalid, and temperature 0.
 
 Its distributions are in test_losslessness.py.
 """
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from specvis_kernels import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE, verify_tree
-from tests.cases import cells, links, tensor
+from tests.cases import links, tensor
 
 NAN, INF = float("nan"), float("inf")
 ROOT = Path(__file__).parent.parent.parent
@@ -78,20 +78,6 @@ def test_a_token_without_mass_is_never_accepted_nor_drawn(backend):
     assert verify(backend, [row], [0, 0], [-1, 0], [0.5, -0.5], draft=[ROW]) == ([], 3, 0.0, 0)
 
 
-# Sampled children of node 0. Token 1 first: it has 0 of the target, so it goes. 3/8, 0, 1/2, 1/8 less
-# 1/4, 1/2, 1/8, 1/8 leaves 1/8, 0, 3/8, 0, which is R = 1/4, 0, 3/4, 0; without token 1 the draft is
-# 1/2, 0, 1/4, 1/4. Token 0 second: accepted iff u / 2 < 1/4. Otherwise R less Q leaves token 2 alone.
-@pytest.mark.parametrize("uniforms, accepted_nodes, token", [
-    ([0.0, 0.0, 0.49], [2], 0),
-    ([0.0, 0.0, 0.5], [], 2),
-    ([0.99, 0.0, 0.99], [], 2),
-])
-def test_sampled_children(backend, uniforms, accepted_nodes, token):
-    got = verify(backend, [[0.375, 0.0, 0.5, 0.125]], [0, 1, 0], [-1, 0, 0], uniforms,
-                 draft=[[0.25, 0.5, 0.125, 0.125]])
-    assert got == (accepted_nodes, token, 0.0, 0)
-
-
 @pytest.mark.parametrize("V", [31, 32, 33, 64, 2560])
 def test_every_length_of_row(backend, V):
     """Tokens 0 and V - 1 have 1/2. The draft 1/4 1/4 1/2 0 .. gave token 2, which has nothing: 1/4 and 1/2 are left.
@@ -149,69 +135,11 @@ def test_rows_of_drafts(backend):
     (1.5, [0.0, 0.749], [1], 0, 0.25),
     (1.5, [0.66, 0.75], [], 0, 0.25),
     (1.5, [0.67, 0.75], [], 3, 0.25),
-    (3.0, [0.0, 0.999], [1], 0, 0.5),
+    (INF, [0.0, 0.999], [1], 0, 0.5),
 ])
 def test_one_sampled_child(backend, omega, uniforms, accepted_nodes, token, tv_excess):
     got = verify(backend, [ROW], [9, 1], [-1, 0], uniforms, omega=omega and [omega], draft=[[0.25, 0.5, 0.25, 0.0]])
     assert got == (accepted_nodes, token, tv_excess, 0)
-
-
-@pytest.mark.parametrize("omega, uniforms, accepted_nodes, token, tv_excess", [
-    # point mass on token 0, which has 1/2
-    (0.5, [0.0, 0.249], [1], 0, 0),
-    # rejected at omega 1/2: half of 1/2 remains, 1/4 1/4 1/8 1/8 of 3/4
-    (0.5, [0.33, 0.25], [], 0, 0),
-    (0.5, [0.34, 0.25], [], 1, 0),
-    (0.5, [0.84, 0.25], [], 3, 0),
-    (0.0, [0.49, 0.0], [], 0, 0),   # never accepted, nothing taken away
-    (1.5, [0.0, 0.749], [1], 0, 0.25),
-    (1.5, [0.49, 0.75], [], 1, 0.25),  # nothing of it remains: 1/4 1/8 1/8 of 1/2
-    (1.5, [0.5, 0.75], [], 2, 0.25),
-    (INF, [0.0, 0.999], [1], 0, 0.5),
-])
-def test_omega_with_a_point_mass(backend, omega, uniforms, accepted_nodes, token, tv_excess):
-    assert verify(backend, [ROW], [9, 0], [-1, 0], uniforms, omega=[omega]) == (accepted_nodes, token, tv_excess, 0)
-
-
-def test_omega_goes_by_depth(backend):
-    """A chain of token 0, which has 1/2: with 1, 1/2 and 2 it is accepted below 1/2, 1/4 and 1."""
-    tree = dict(tokens=[9, 0, 0, 0], parents=[-1, 0, 1, 2], omega=[1.0, 0.5, 2.0])
-    assert verify(backend, [ROW], uniforms=[0.0, 0.49, 0.24, 0.99], **tree)[0] == [1, 2, 3]
-    assert verify(backend, [ROW], uniforms=[0.0, 0.49, 0.25, 0.00], **tree)[0] == [1]
-    assert verify(backend, [ROW], uniforms=[0.0, 0.50, 0.00, 0.00], **tree)[0] == []
-
-
-def test_two_sampled_children_below_omega_1(backend):
-    """Omega 1/2. Token 1 of the draft 4 8 4 0 (of 16), rejected, leaves 4 2 1 2 of 9, as above. Token 0 of the rest of
-    the draft, 1/2 0 1/2 0, is then accepted iff u / 2 < 4/9 / 2. Otherwise, in eighteenths, 8 4 2 4 less 9 0 9 0
-    against half of it, 4 2 1 2, leaves 4 4 1 4."""
-    tree = dict(tokens=[9, 1, 0], parents=[-1, 0, 0], omega=[0.5, 0.5], draft=[[0.25, 0.5, 0.25, 0.0]])
-    assert verify(backend, [ROW], uniforms=[0.0, 0.25, 0.44], **tree)[0] == [2]
-    for uniform, token in cells([4, 4, 1, 4]):
-        assert verify(backend, [ROW], uniforms=[uniform, 0.25, 0.45], **tree)[:2] == ([], token)
-
-
-# A deep, ragged tree: 0 -> 1 2 3; 1 -> 4 5; 2 -> 6; 4 -> 7; 7 -> 8; 5 -> 9. Its rows are uniform, so siblings have 1/4,
-# 1/3, 1/2.
-RAGGED = dict(tokens=[0, 0, 1, 2, 0, 3, 0, 0, 2, 1], parents=[-1, 0, 0, 0, 1, 1, 2, 4, 7, 5])
-EVEN = [0.25] * 4
-
-
-@pytest.mark.parametrize("accepting, max_depth, accepted_nodes", [
-    ([1, 4, 7, 8], 9, [1, 4, 7, 8]), ([1, 4, 7, 8], 4, [1, 4, 7, 8]), ([1, 4, 7, 8], 3, [1, 4, 7]),
-    ([1, 4, 7, 8], 1, [1]), ([1, 4, 7, 8], 0, []), ([1, 4, 8], 9, [1, 4]), ([1, 5, 9, 2, 6], 9, [1, 5, 9]),
-    ([2, 6, 4, 7], 9, [2, 6]), ([3, 4, 6], 9, [3]), ([4, 5, 6], 9, []),
-])
-def test_a_ragged_tree(backend, accepting, max_depth, accepted_nodes):
-    uniforms = [0.0 if n in accepting else 0.999 for n in range(10)]
-    uniforms[0] = 0.999
-    assert verify(backend, [EVEN], uniforms=uniforms, max_depth=max_depth, **RAGGED)[0] == accepted_nodes
-    # The next token: the last one with mass left, 3 unless the rejected child was token 3.
-    end = (accepted_nodes or [0])[-1]
-    rows = [[float(v == n % 4) for v in range(4)] if n == end else EVEN for n in range(10)]
-    if len(accepted_nodes) == max_depth:  # at max_depth and at leaves the row itself answers, here a one-hot one
-        got = verify(backend, rows, uniforms=uniforms, max_depth=max_depth, **RAGGED)
-        assert got[:2] == (accepted_nodes, end % 4)
 
 
 @pytest.mark.parametrize("uniform, token", [(0.0, 0), (0.49, 0), (0.5, 1), (0.74, 1), (0.75, 2), (0.875, 3), (0.99, 3)])
@@ -327,21 +255,6 @@ def test_an_undefined_rule_accepts_nothing(backend, omega, options, status):
     assert verify(backend, [ROW], greedy=True, **tree) == ([1, 2], 0, 0.0, 0)
 
 
-def test_one_batch_of_different_requests(backend):
-    """A greedy, a strict, a relaxed and a deep one side by side."""
-    parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, 0, 0], [-1, 0, 0, 0], [-1, 0, 1, 2]])
-    tokens = tensor([[9, 0, 1, 2], [9, 0, 1, 2], [9, 2, 3, 3], [9, 0, 0, 0]], torch.int64)
-    uniforms = tensor([[0.9] * 4, [0.6, 0.5, 0.5, 0.49], [0.0, 0.37, 0.9, 0.9], [0.9, 0.4, 0.4, 0.4]])
-    out = verify_tree(
-        tensor([[ROW] * 4] * 4), tokens, *links(parents), uniforms, neighbors=tensor(TABLE, torch.int32),
-        delta=tensor([1.0, -1.0, 0.375, 0.0]),
-        omega=tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 2.0, 2.0], [1.0, 1.0, 1.25]]),
-        greedy=tensor([True, False, False, False], torch.bool), max_depth=3, backend=backend)
-    assert out[0].tolist() == [[1, 3, -1], [3, -1, -1], [1, -1, -1], [1, 2, 3]]
-    assert out[1].tolist() == [2, 1, 1, 3]
-    assert out[4].tolist() == [0, 0, 0, 0]
-
-
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_no_factor_saves_a_token_without_mass(backend):
     """Infinity times 0 is not a number; the token is rejected, and adds nothing to tv_excess."""
@@ -365,3 +278,81 @@ def test_the_whole_part_of_a_number(tmp_path):
         for near in (math.nextafter(x, 0), x, math.nextafter(x, INF), math.nextafter(round(x), 0.0)):
             assert whole_part(near) == math.floor(near), near
     assert [whole_part(x) for x in (2.0**52, 2.0**52 - 0.5, 2.0**51 + 0.5)] == [2.0**52, 2.0**52 - 1, 2.0**51]
+
+
+@pytest.mark.parametrize("row, tokens, neighbors, delta, accepted_nodes, token, tv_excess", [
+    (ROW, [0, 1], None, None, [1], 0, 0),
+    (ROW, [1, 0], None, None, [2], 0, 0),
+    (ROW, [1, 2], None, None, [], 0, 0),
+    ([0.25, 0.375, 0.375, 0.0], [2, 1], None, None, [2], 1, 0),    # a tie: the lowest id is the argmax
+    ([0.25, 0.375, 0.375, 0.0], [2, 2], None, None, [], 1, 0),
+    # Raised: token 2 of 1/8, its neighbors 3 and 1 of 1/8 and 1/4, the argmax 0 of 1/2.
+    (ROW, [2, 2], TABLE, 0.124, [], 0, 0),
+    (ROW, [2, 2], TABLE, 0.25, [], 0, 0),                          # 1/4
+    (ROW, [2, 2], TABLE, 0.375, [], 0, 0),                         # 1/2: a tie with token 0, the lower id
+    (ROW, [2, 2], TABLE, 1.0, [1], 0, 1),                          # 1: token 0 itself is a neighbor
+    # Token 3 has 1/2. Raised, tokens 1 and 0 have 3/8 and 1/4, or 1/2 and 1/2: ties, and they the lower ids.
+    ([0.125, 0.25, 0.125, 0.5], [1, 0], [[2, 1], [2, 0], [1, 0], [1, 2]], 0.249, [], 3, 0),
+    ([0.125, 0.25, 0.125, 0.5], [1, 0], [[2, 1], [2, 0], [1, 0], [1, 2]], 0.375, [1], 3, 1),
+    ([0.125, 0.25, 0.125, 0.5], [0, 0], [[2, 1], [2, 0], [1, 0], [1, 2]], 0.375, [1], 3, 1),
+])
+def test_greedy_by_hand(backend, row, tokens, neighbors, delta, accepted_nodes, token, tv_excess):
+    """Two children of the root; uniforms that would reject everything do not matter."""
+    got = verify(backend, [row], [9, *tokens], [-1, 0, 0], [0.999] * 3, neighbors=neighbors, delta=delta, greedy=True)
+    assert got == (accepted_nodes, token, tv_excess, 0)
+
+
+def test_a_tie_over_blocks_goes_to_the_lowest_id(backend, triton_takes):
+    triton_takes(V=2)
+    row = [0.0, 0.25, 0.0, 0.25, 0.25, 0.25]
+    for token in range(6):
+        got = verify(backend, [row], [9, token], [-1, 0], [0.0, 0.0], greedy=True)
+        assert got[:2] == ([1] * (token == 1), 1)
+
+
+def test_a_tie_over_a_long_row_goes_to_the_lowest_id(backend):
+    row = torch.full((700,), 2.0 ** -11)
+    row[[5, 130, 300, 699]] = 2.0 ** -4
+    assert verify(backend, [row.tolist()], [9], [-1], [0.0], max_depth=1, greedy=True) == ([], 5, 0, 0)
+    row[5] = 0.0
+    assert verify(backend, [row.tolist()], [9], [-1], [0.0], max_depth=1, greedy=True) == ([], 130, 0, 0)
+
+
+@pytest.mark.parametrize("heavy, top", [([0, 69], 0), ([33], 33), ([69], 69), ([33, 69], 33), ([31, 32], 31)])
+def test_greedy_finds_the_argmax_wherever_it_is(backend, heavy, top):
+    row = [1 / len(heavy) if v in heavy else 0.0 for v in range(70)]
+    assert verify(backend, [row], [9, 68, top], [-1, 0, 0], [0.0] * 3, greedy=True)[:2] == ([2], top)
+
+
+def test_greedy_counts_the_tokens_that_are_not_the_argmax(backend):
+    """Token 2 with all its neighbors is more than the argmax 0; nodes 1 and 3 leave it, node 2 does not."""
+    got = verify(backend, [ROW], [9, 2, 0, 2], [-1, 0, 1, 2], [0.0] * 4, neighbors=TABLE, delta=1.0, greedy=True)
+    assert got == ([1, 2, 3], 0, 2.0, 0)
+
+
+@pytest.mark.parametrize("tokens, max_depth, accepted_nodes", [
+    # 0 -> 1 2; 1 -> 3; 2 -> 4 5; 5 -> 6; the argmax is 0 everywhere
+    ([0, 0, 0, 0, 0, 0, 0], 6, [2, 5, 6]),   # the deepest
+    ([0, 0, 0, 0, 0, 0, 0], 2, [1, 3]),      # the first of depth 2 in node order
+    ([0, 0, 0, 1, 0, 0, 1], 6, [2, 4]),
+    ([0, 0, 0, 0, 1, 1, 0], 6, [1, 3]),      # an accepted node below a rejected one does not count
+    ([0, 1, 0, 0, 1, 0, 0], 6, [2, 5, 6]),
+    ([0, 1, 1, 0, 0, 0, 0], 6, []),
+    ([0, 0, 0, 0, 0, 0, 0], 0, []),
+    ([0, 0, 0, 0, 0, 0, 0], 1, [1]),
+])
+def test_greedy_takes_the_deepest_path(backend, tokens, max_depth, accepted_nodes):
+    rows = [ROW] * 7
+    rows[(accepted_nodes or [0])[-1]] = [0.5, 0.0, 0.0, 0.5] if tokens[0] else ROW
+    got = verify(backend, rows, tokens, [-1, 0, 0, 1, 2, 2, 5], [0.999] * 7, max_depth=max_depth, greedy=True)
+    assert got == (accepted_nodes, 0, 0.0, 0)
+
+
+def test_greedy_with_bad_rows(backend):
+    bad = [0.5, NAN, 0.5, 0.0]
+    tree = dict(tokens=[0, 0, 0, 0, 0], parents=[-1, 0, 0, 1, 2], uniforms=[0.0] * 5, greedy=True)
+    # Node 1's children are not accepted; node 2's path is deeper and ends in a good row.
+    assert verify(backend, [ROW, bad, ROW, ROW, ROW], **tree) == ([2, 4], 0, 0.0, 0)
+    assert verify(backend, [ROW, bad, bad, ROW, ROW], **tree) == ([1], 0, 0.0, INVALID_ROW)
+    assert verify(backend, [ROW, ROW, ROW, bad, ROW], **tree) == ([1, 3], 0, 0.0, INVALID_ROW)
+    assert verify(backend, [bad, ROW, ROW, ROW, ROW], **tree) == ([], 0, 0.0, INVALID_ROW)
