@@ -324,30 +324,6 @@ def test_greedy_finds_the_argmax_wherever_it_is(backend, heavy, top):
     assert verify(backend, [row], [9, 68, top], [-1, 0, 0], [0.0] * 3, greedy=True)[:2] == ([2], top)
 
 
-def test_greedy_counts_the_tokens_that_are_not_the_argmax(backend):
-    """Token 2 with all its neighbors is more than the argmax 0; nodes 1 and 3 leave it, node 2 does not."""
-    got = verify(backend, [ROW], [9, 2, 0, 2], [-1, 0, 1, 2], [0.0] * 4, neighbors=TABLE, delta=1.0, greedy=True)
-    assert got == ([1, 2, 3], 0, 2.0, 0)
-
-
-@pytest.mark.parametrize("tokens, max_depth, accepted_nodes", [
-    # 0 -> 1 2; 1 -> 3; 2 -> 4 5; 5 -> 6; the argmax is 0 everywhere
-    ([0, 0, 0, 0, 0, 0, 0], 6, [2, 5, 6]),   # the deepest
-    ([0, 0, 0, 0, 0, 0, 0], 2, [1, 3]),      # the first of depth 2 in node order
-    ([0, 0, 0, 1, 0, 0, 1], 6, [2, 4]),
-    ([0, 0, 0, 0, 1, 1, 0], 6, [1, 3]),      # an accepted node below a rejected one does not count
-    ([0, 1, 0, 0, 1, 0, 0], 6, [2, 5, 6]),
-    ([0, 1, 1, 0, 0, 0, 0], 6, []),
-    ([0, 0, 0, 0, 0, 0, 0], 0, []),
-    ([0, 0, 0, 0, 0, 0, 0], 1, [1]),
-])
-def test_greedy_takes_the_deepest_path(backend, tokens, max_depth, accepted_nodes):
-    rows = [ROW] * 7
-    rows[(accepted_nodes or [0])[-1]] = [0.5, 0.0, 0.0, 0.5] if tokens[0] else ROW
-    got = verify(backend, rows, tokens, [-1, 0, 0, 1, 2, 2, 5], [0.999] * 7, max_depth=max_depth, greedy=True)
-    assert got == (accepted_nodes, 0, 0.0, 0)
-
-
 def test_greedy_with_bad_rows(backend):
     bad = [0.5, NAN, 0.5, 0.0]
     tree = dict(tokens=[0, 0, 0, 0, 0], parents=[-1, 0, 0, 1, 2], uniforms=[0.0] * 5, greedy=True)
