@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from specvis_kernels import INVALID_ROW, draft_children, draw_children, draw_tokens, expand_tree, guided_probs
+from specvis_kernels import INVALID_ROW, draft_children, draw_children, expand_tree, guided_probs
 from tests.cases import DEVICE, backends_but, tensor
 
 INF, NAN = math.inf, math.nan
@@ -49,15 +49,6 @@ def test_of_many_equal_ids_the_lowest_are_the_likeliest(backend):
     assert out.tokens.flatten().tolist() == list(range(3496, 3501)) and not out.status.any()
 
 
-def test_only_what_the_filters_keep_is_drawn(backend):
-    """Of sixteenths 1 8 1 4 2 top-k keeps 8 4 2; of these fourteen parts a top-p of 0.6 keeps 12."""
-    row = [1/16, 1/2, 1/16, 1/4, 1/8]
-    drawn, probs, _ = children(row, [0.99, 0.99, 0.99, 0.0], backend, top_k=(3,))
-    assert drawn == [4, 3, 1, 0] and probs == pytest.approx([0, 4/7, 0, 2/7, 1/7])
-    drawn, probs, _ = children(row, [0.99, 0.99, 0.99, 0.0], backend, top_k=(3,), top_p=(0.6,))
-    assert drawn == [3, 1, 0, 0] and probs == pytest.approx([0, 2/3, 0, 1/3, 0])
-
-
 @pytest.mark.parametrize("noise", [False, True])
 def test_fewer_finite_logits_than_top_k_keeps(backend, noise):
     """Only they can be drawn. The others tie at -inf with the padding of a row, which must not become candidates."""
@@ -68,14 +59,6 @@ def test_fewer_finite_logits_than_top_k_keeps(backend, noise):
                              backend=backend)
         assert not out.status.any() and not out.tokens[..., 3].any()
         assert out.tokens[..., :3].sort().values.equal(torch.tensor([3, 100, 256], device=DEVICE).expand(1, 40, 3))
-
-
-@pytest.mark.parametrize("row, tokens", [([1/8, 1/2, 1/8, 1/4], [1, 3, 0, 2, 0]), ([0, 1, 0, 0], [1, 0, 0, 0, 0])])
-def test_at_temperature_0_the_likeliest_by_hand(backend, row, tokens):
-    """The uniforms and the filters do not matter; of equal tokens the lower id comes first."""
-    for uniform in (0.0, 0.99):
-        drawn, probs, _ = children(row, [uniform] * 5, backend, temperature=(0.0,), top_k=(1,), top_p=(0.1,))
-        assert drawn == tokens and probs == pytest.approx(row)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
@@ -89,18 +72,6 @@ def test_an_invalid_row(backend, bad, noise, temperature):
     assert out.status.tolist() == [[0, INVALID_ROW, 0]]
     assert out.tokens[0, 1].tolist() == [0, 0] and out.probs[0].sum(-1).tolist() == [1, 0, 1]
     assert all(len(set(out.tokens[0, f].tolist())) == 2 for f in (0, 2))
-
-
-def test_the_first_child_is_what_the_target_draws(backend):
-    """With the target's own logits, seed and position the children begin with its draw, here in all rows."""
-    g = torch.Generator().manual_seed(5)
-    B, F, V = 2, 6, 50
-    logits = torch.randn(B, F, V, generator=g).mul(2).to(DEVICE)
-    seeds, positions = torch.tensor([1, -9], device=DEVICE), torch.arange(B * F, device=DEVICE).view(B, F)
-    given = settings((1.0, 1.0), (1.0, 0.7), (0, 20), (1.0, 0.9))
-    drawn = draw_tokens(logits, None, **given, seeds=seeds, positions=positions).tokens
-    out = draft_children(logits, None, None, **given, seeds=seeds, positions=positions, num_children=3, backend=backend)
-    assert out.tokens[..., 0].equal(drawn)
 
 
 def as_before(logits, uncond, uniforms, guidance, temperature, top_k, top_p, seeds=None, positions=None,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.baselines import level_by_ops
-from specvis_kernels import INVALID_ROW, draft_frontier, guided_probs
+from specvis_kernels import draft_frontier, guided_probs
 from tests.cases import DEVICE, backends_but
 
 INF, NAN = math.inf, math.nan
@@ -62,43 +62,12 @@ def test_the_second_level_by_hand(backend):
         "ancestors": [0b01011, 0b10101], "candidates": [2, 4], "status": [0, 0]}
 
 
-@pytest.mark.parametrize("depth, is_used", [(3, True), (2, False), (0, False)])
-def test_behind_a_request_s_last_level_no_slot_is_used(backend, depth, is_used):
-    """Its children are candidates nevertheless."""
-    out = frontier([[0.9, 0.1, 0], [0, 0.2, 0.8]], [ln(1/2), ln(1/4)], [0b011, 0b101], [0, 1], depth=depth, level=2,
-                   first_node=3, first_candidate=2, backend=backend)
-    assert out["child_tokens"] == [0, 1, 2, 1] and out["child_scores"] == near([ln(p) for p in (.45, .05, .2, .05)])
-    assert out["tokens"] == [0, 2] and out["rows"] == [0, 1]
-    if is_used:
-        assert out["candidates"] == [2, 4] and out["ancestors"] == [0b01011, 0b10101]
-    else:
-        assert out["candidates"] == [-1, -1] and out["ancestors"] == [0, 0] and out["scores"] == [-INF, -INF]
-
-
-def test_where_children_are_missing(backend):
-    """One child alone, of a width of one and then of a one-hot row: the other slots hold the first child's token."""
-    for row, width in (([1/4, 3/4], 1), ([0, 1], 3)):
-        out = frontier([row], width=width, K=3, backend=backend)
-        assert out["child_tokens"] == [1, 0, 0] and out["child_scores"][1:] == [-INF, -INF]
-        assert out["tokens"] == [1, 1, 1] and out["rows"] == [0, 0, 0] and out["candidates"] == [0, -1, -1]
-        assert out["scores"] == near([ln(row[1]), -INF, -INF]) and out["ancestors"] == [3, 0, 0]
-
-
 def test_a_slot_that_is_not_used_has_no_children_and_is_not_looked_at(backend):
     out = frontier([[NAN, 1/2], [1/4, 3/4], [1/4, 3/4]], [-INF, -1.0, NAN], [0, 5, 0], [-1, 7, -1], first_node=4,
                    first_candidate=9, backend=backend)
     assert out["child_tokens"] == [0, 0, 1, 0, 0, 0] and out["child_parents"] == [-1, -1, 7, 7, -1, -1]
     assert out["tokens"] == [1, 0] and out["rows"] == [1, 1] and out["candidates"] == [11, 12]
     assert out["ancestors"] == [0b010101, 0b100101] and out["status"] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("bad", [NAN, INF])
-def test_an_invalid_row_has_no_children(backend, bad):
-    out = frontier([[1/4, 3/4], [bad, 1/2]], [-1.0, 0.0], [3, 5], [0, 1], first_node=3, backend=backend)
-    assert out["status"] == [0, INVALID_ROW] and out["child_scores"][2:] == [-INF, -INF]
-    assert out["child_tokens"] == [1, 0, 0, 0] and out["candidates"] == [0, 1]
-    out = frontier([[bad, 1/2]], backend=backend)
-    assert out["candidates"] == [-1, -1] and out["ancestors"] == [0, 0] and out["tokens"] == [0, 0]
 
 
 def test_the_last_bit_of_a_word_and_the_first_of_the_next(backend):
