@@ -65,25 +65,6 @@ def test_the_tokens_are_plain_decodings(methods, parameters):
         assert not torch.equal(jacobi(methods, other).tokens, expected)
 
 
-@pytest.mark.parametrize("methods", [
-    [method("jacobi", window=7)] * B, [method("jacobi", window=20)] * B,
-    [coupled(omega=omega) for omega in (1.0, 1.2, 0.8, 2.0, 1.0)], [method("jacobi", window=3, refresh=2)] * B,
-], ids=["narrow", "wide", "by rejection", "refreshed"])
-def test_a_request_does_not_depend_on_its_batch(methods):
-    counts = [0, 5, 2, 3, 11]
-    known_tokens = begun(plain(settings()).tokens, counts)
-    for known in (None, known_tokens):
-        together, order = jacobi(methods, known_tokens=known), [4, 2, 0, 3, 1]
-        turned = jacobi([methods[b] for b in order], settings()[order], rows=order,
-                        known_tokens=None if known is None else known[order])
-        for b in range(B):
-            alone = jacobi([methods[b]], settings()[[b]], rows=[b], known_tokens=None if known is None else known[[b]])
-            for field in dataclasses.fields(alone)[:-1]:
-                for other, row in ((together, b), (turned, order.index(b))):
-                    torch.testing.assert_close(getattr(alone, field.name)[0], getattr(other, field.name)[row],
-                                               equal_nan=True)
-
-
 class Fixed(BagModel):
     """At temperature 0 the token at position p is p % V, whatever came before."""
 
@@ -151,13 +132,6 @@ def test_a_guess_has_the_noise_of_its_own_position():
     assert torch.equal(decoded.num_accepted[is_step], decoded.num_drafted[is_step])
 
 
-class Likely(BagModel):
-    """Mostly the row above's token again: guesses from above are mostly right."""
-
-    def logits(self, hidden):
-        return super().logits(hidden) / 4
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("m", [METHODS["jacobi"], method("jacobi", window=5), method("jacobi", window=5, refresh=2)])
 def test_finished_images_leave_the_batch(tiny, monkeypatch, m, temperature):
@@ -187,12 +161,6 @@ def test_finished_images_leave_the_batch(tiny, monkeypatch, m, temperature):
         assert torch.equal(getattr(decoded, field.name), getattr(usual, field.name)), field.name
 
 
-def test_more_than_one_token_a_forward():
-    tau = [jacobi(method("jacobi", window=window), model=Likely(1)).tau.mean() for window in (1, 3, 7)]
-    assert 1.1 < tau[0] < tau[1] < tau[2]
-    assert (jacobi(VANILLA, model=Likely(1)).tau == 1).all()
-
-
 def test_the_sizes_of_a_step(monkeypatch):
     """One forward a step, of the newest token and the guesses."""
     model, sizes = Constant(0), []
@@ -202,24 +170,6 @@ def test_the_sizes_of_a_step(monkeypatch):
     sizes.clear()
     decoded = jacobi(method("jacobi", window=5), settings(temperature=0.0), model)
     assert sizes == [(2 * B, 6)] * 3 and decoded.target_forwards.tolist() == [4] * B
-
-
-@pytest.mark.parametrize("window", [1, 3, 20])
-def test_an_observer_sees_every_step(tiny, window):
-    steps, gained = [], []
-    decoded = tiny.tokens(PROMPTS, method("jacobi", window=window), Sampling.of(list(range(4))), gained.append,
-                          steps.append)
-    assert len(steps) == decoded.target_forwards.max() - 1 and sum(gained) == 4 * 16
-    for b in range(4):
-        mine = [step for step in steps if step.active[b]]
-        num_accepted = decoded.num_accepted[b]
-        assert [step.num_accepted[b].item() for step in mine] == num_accepted[num_accepted >= 0].tolist()
-        assert [step.position[b].item() for step in mine] == (num_accepted >= 0).nonzero()[:, 0].tolist()
-        for step in mine:
-            num_nodes = 1 + min(window, 15 - step.position[b].item())
-            assert (step.links.depth[b] >= 0).sum() == num_nodes and step.links.depth[b].max() == num_nodes - 1
-            accepted = list(range(1, 1 + step.num_accepted[b].item()))
-            assert [node for node in step.accepted_nodes[b].tolist() if node >= 0] == accepted
 
 
 class Broken(BagModel):
@@ -285,11 +235,6 @@ def test_a_target_that_is_not_causal_is_refused():
 def test_methods_that_do_not_fit_are_refused(methods, message):
     with pytest.raises(ValueError, match=message):
         jacobi(methods)
-
-
-def test_known_tokens_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="known_tokens must be"):
-        jacobi(METHODS["jacobi"], known_tokens=torch.full((B, 2), VOCAB))
 
 
 # --- by rejection -----------------------------------------------------------------------------------------------------

@@ -257,8 +257,9 @@ def test_a_request_does_not_depend_on_its_batch(tiny, name):
     [method("adt-tree", nodes=20, depth=2, width=3, depths=(1, 4), widths=(1, 4), width_step=1, beta=0.5)] * 6,
     [method("adt-tree", depth=12, depths=(1, 2), widths=(4, 4), width=10)],
     [method("speculative", omega=omega) for omega in (1.0, 1.2, 0.7)],
+    [COUPLED.changed(omega=omega) for omega in (1.0, 1.2, 0.8, 2.0)],
 ], ids=["shapes", "schedules", "cutoffs", "adaptive", "families", "deep and wide", "wider than its bounds",
-        "wider and wider", "deeper than its bounds", "chains"])
+        "wider and wider", "deeper than its bounds", "chains", "couplings"])
 def test_requests_with_methods_of_their_own_share_a_batch(tiny, methods):
     assert_alone_as_together(tiny, (PROMPTS * 2)[:len(methods)], methods, SEEDS[:len(methods)])
 
@@ -311,16 +312,23 @@ def test_the_draft_model_gets_its_share_of_the_guidance(tiny):
         method("eagle2", draft_guidance=-1)
 
 
-def test_an_observer_sees_every_step(tiny):
-    steps = []
-    decoded = tiny.tokens(PROMPTS, "eagle2", Sampling.of(list(range(4))), observe=steps.append)
-    assert len(steps) == decoded.target_forwards.max() - 1
+@pytest.mark.parametrize("m", [METHODS["eagle2"], *(method("jacobi", window=window) for window in (1, 3, 20))],
+                         ids=lambda m: m.label)
+def test_an_observer_sees_every_step(tiny, m):
+    steps, gained = [], []
+    decoded = tiny.tokens(PROMPTS, m, Sampling.of(list(range(4))), gained.append, steps.append)
+    assert len(steps) == decoded.target_forwards.max() - 1 and sum(gained) == 4 * 16
     for b in range(4):
         mine = [step for step in steps if step.active[b]]
         assert len(mine) == decoded.target_forwards[b] - 1
         num_accepted = decoded.num_accepted[b]
         assert [step.num_accepted[b].item() for step in mine] == num_accepted[num_accepted >= 0].tolist()
         assert [step.position[b].item() for step in mine] == (num_accepted >= 0).nonzero()[:, 0].tolist()
+        for step in mine if m.drafting == "jacobi" else ():
+            num_nodes = 1 + min(m.drafts.window, 15 - step.position[b].item())
+            assert (step.links.depth[b] >= 0).sum() == num_nodes and step.links.depth[b].max() == num_nodes - 1
+            accepted = list(range(1, 1 + step.num_accepted[b].item()))
+            assert [node for node in step.accepted_nodes[b].tolist() if node >= 0] == accepted
 
 
 def test_nan_ends_one_picture_and_leaves_the_others(tiny):
