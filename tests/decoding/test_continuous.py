@@ -91,6 +91,8 @@ def test_a_draft_of_the_target_itself_is_accepted(pair, m, guidance):
 @pytest.mark.parametrize("m", ["mar:num_iter=5", "cspd", "cspd-path"])  # all: tests/slow/test_asked_of_all.py
 def test_a_request_does_not_depend_on_its_batch(pair, m):
     together = decode(pair, m)
+    if m == "cspd-path":  # rows advance at their own pace
+        assert together.target_forwards.min() < together.target_forwards.max() < 16
     reverse = torch.arange(5, -1, -1)
     reversed_batch = decode(pair, m, SEEDS[reverse], PROMPTS[::-1])
     for i in range(6):
@@ -102,13 +104,6 @@ def test_a_request_does_not_depend_on_its_batch(pair, m):
             for field in ("tokens", "drafts"):
                 torch.testing.assert_close(getattr(alone, field)[0], getattr(other, field)[row], rtol=1e-3, atol=1e-4,
                                            equal_nan=True)
-
-
-def test_requests_advance_at_their_own_pace(pair):
-    """Otherwise the test above would not have had batches whose rows differ."""
-    decoded = decode(pair, "cspd-path")
-    forwards = decoded.target_forwards
-    assert len(set(forwards.tolist())) > 1 and forwards.min() < forwards.max() < 16
 
 
 @pytest.mark.parametrize("num_iter", [1, 2, 7, 15, 16])
