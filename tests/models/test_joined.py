@@ -11,7 +11,7 @@ from tests.cases.comparing import Recorder
 from tests.tiny import tiny_pipeline
 
 TREE = tree_links(torch.tensor([[-1, 0, 0, 1, 1]], dtype=torch.int32))
-FUSED = {f"specvis_kernels::{op}" for op in ("rms_norm", "swiglu", "rotate_into_cache")}
+FUSED = {f"specvis_kernels::{op}" for op in ("rms_norm", "swiglu")}
 
 
 def read(pipeline):

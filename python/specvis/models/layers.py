@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvis_kernels import PackedLayers, commit_kv, decoder_layers, tree_attention
+from specvis_kernels import PackedLayers, commit_kv, decoder_layers, rotate_into_cache, tree_attention
 from specvis_kernels.compat._layers import IN_PANELS, is_unchanged, why_not_weights
 
 from .interface import Nodes
@@ -162,12 +162,6 @@ class Cache:
             raise ValueError(f"cache must be {str(dtype)[6:]} with R={rows} rows and at least {columns} columns, got "
                              f"{str(self.data.dtype)[6:]} with {R} rows and {T} columns")
 
-    def flat_slots(self, slots: Tensor) -> Tensor:
-        """Columns `slots` (B, N) int64 of rows r % B, counted through all R rows, one after the other: (R * N,)."""
-        R, T = self.data.shape[1:3]
-        first = torch.arange(0, R * T, T, device=slots.device)  # of each row
-        return (first.view(-1, len(slots), 1) + slots).flatten()
-
     def commit(self, accepted_nodes: Tensor, num_accepted: Tensor, lengths: Tensor) -> None:
         """Move the accepted nodes of a tree to the columns after its root, in every layer; see `ModelCache.commit`."""
         commit_kv(self.data, accepted_nodes, num_accepted, lengths, row_dim=1, column_dim=2)
@@ -183,20 +177,11 @@ class Reading:
     def attend(self, qkv: Tensor, heads: int, layer: int) -> Tensor:
         """Attention of the queries in qkv (R, N, 3 * H * D) to what they may see: (R, N, H * D)."""
         R, N, width = qkv.shape
-        q, entries = self.turn(qkv, heads)
-        k, v = entries.view(R, N, 2, heads, -1).transpose(1, 3).unbind(2)
-        q = q.view(R, N, heads, -1).transpose(1, 2)
+        wide = qkv if qkv.dtype.itemsize >= 4 else qkv.float()
+        pairs = torch.view_as_complex(wide.view(R, N, 3, heads, self.rotations.shape[-1], 2)) * self.rotations
+        q, k, v = torch.view_as_real(pairs).view(R, N, 3, heads, -1).to(qkv.dtype).transpose(1, 3).unbind(2)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
         return attended.transpose(1, 2).reshape(R, N, width // 3)
-
-    def turn(self, qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-        """Queries (R * N, 1, H, D), and keys with values (R * N, 2, H, D), turned by the rotations of their cells."""
-        R, N, _ = qkv.shape
-        wide = qkv if qkv.dtype.itemsize >= 4 else qkv.float()
-        pairs = torch.view_as_complex(wide.view(-1, len(self.rotations), N, 3, heads, self.rotations.shape[-1], 2))
-        pairs = pairs * self.rotations
-        turned = torch.view_as_real(pairs).view(R * N, 3, heads, -1).to(qkv.dtype)
-        return turned.split((1, 2), 1)
 
 
 class NodesReading(Reading):
@@ -204,32 +189,18 @@ class NodesReading(Reading):
 
     def __init__(self, module: nn.Module, nodes: Nodes, cache: Cache):
         """module: it has a table of rotations"""
-        self.module, self.nodes, self.cache, self.positions = module, nodes, cache, None
-        self.rotations = None
+        self.module, self.nodes, self.cache = module, nodes, cache
+        self.positions = nodes.lengths[:, None] + nodes.depth
 
     def read(self, x: Tensor, layers: PackedLayers, rotations: Tensor) -> Tensor:
         """All layers at once: hidden states of embeddings x (R, N, dim)."""
         nodes = self.nodes
-        return decoder_layers(x, layers, self.cache.data, nodes.lengths, nodes.ancestors,
-                              nodes.lengths[:, None] + nodes.depth, rotations, first_node=nodes.first,
-                              key_mask=nodes.padding_mask)
+        return decoder_layers(x, layers, self.cache.data, nodes.lengths, nodes.ancestors, self.positions, rotations,
+                              first_node=nodes.first, key_mask=nodes.padding_mask)
 
     def attend(self, qkv: Tensor, heads: int, layer: int) -> Tensor:
-        (R, N, width), nodes, data = qkv.shape, self.nodes, self.cache.data[layer]
-        qkv = qkv.to(data.dtype)  # under autocast products have another one
-        if self.positions is None:  # `read` does not need them
-            self.positions = nodes.lengths[:, None] + nodes.depth
-        q = self.turn_and_keep(qkv, heads, data).view(R, N, heads, -1)
-        return tree_attention(q, data[:, :, 0], data[:, :, 1], nodes.lengths, nodes.ancestors,
-                              key_mask=nodes.padding_mask).view(R, N, width // 3)
-
-    def turn_and_keep(self, qkv: Tensor, heads: int, data: Tensor) -> Tensor:
-        """The queries, turned; keys and values are in a layer's cache then."""
-        nodes = self.nodes
-        if self.rotations is None:
-            self.rotations = rotations_at(self.module, self.positions)  # (B, N, ..)
-            columns = torch.arange(nodes.first, nodes.first + qkv.shape[1], device=qkv.device)
-            self.slots = self.cache.flat_slots(nodes.lengths[:, None] + columns)
-        q, entries = self.turn(qkv, heads)
-        data.flatten(0, 1).index_copy_(0, self.slots, entries)
-        return q
+        nodes, data = self.nodes, self.cache.data[layer]
+        q = rotate_into_cache(qkv.to(data.dtype), data, nodes.lengths, self.positions,  # autocast has another dtype
+                              rotations_of(self.module, qkv.device), first_node=nodes.first)
+        return tree_attention(q, *data.unbind(2), nodes.lengths, nodes.ancestors,
+                              key_mask=nodes.padding_mask).flatten(2)

@@ -16,8 +16,7 @@ from .interface import Nodes
 from .layers import Packing
 from .llamagen import condition_mask
 from .threads import cast, cat
-from .transformers import ImageModel
-from .transformers_layers import SlotCache
+from .transformers import ImageModel, SlotCache
 
 
 class TransformersEagleHead(nn.Module):
