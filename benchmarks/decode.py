@@ -5,10 +5,6 @@ Every method is timed beside plain decoding and, where EAGLE's and LANTERN's rel
 machine meets them alike, and what is compared are the runs of one turn. A size is "shipped", the shipped model in
 float32 or `--dtype`, or one of LlamaGen's with random weights in bfloat16.
 
-`--forwards` says what makes the models' forwards: `decoder_layers` ("fast"), PyTorch's modules ("eager"), or these
-compiled ("compile", of plain decoding alone). How many threads PyTorch should have and how they should wait is found
-out first; then the command begins anew, with OMP_WAIT_POLICY as was quickest for most sizes.
-
 The seconds are of runs that nothing else is measured in. How they divide is found out in a run of its own, in which a
 clock is read before and after every call of target, draft model and ops of specvis_kernels (on a GPU the
 device is waited for each time). Checks of arguments, torch's own operations and Python are the rest. A step is what
@@ -30,8 +26,8 @@ import os
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +40,6 @@ from torch import Tensor
 
 import specvis_kernels
 from benchmarks import harness
-from benchmarks.forward import compiled, eager_times, environment
 from benchmarks.released import released_decode
 from benchmarks.watch import Clock, Script, Timed, Watch, ops_replaced
 from specvis.cli.options import FILTERS, PROMPTS
@@ -57,7 +52,6 @@ from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import METHODS, Method, parse_method
 from specvis.decoding.sampling import Sampling, cfg_inputs
 from specvis.decoding.speculative import speculative_decode
-from specvis.models import layers
 from specvis.models.eagle import EagleHead
 from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config
 from specvis.pipelines.discrete import Pipeline
@@ -67,7 +61,6 @@ WHOLE = ("shipped", "B")       # sizes of which whole pictures are timed
 STEPS = 8                      # that a turn times of the other sizes, at least
 SETTLING = 8                   # steps on a GPU before these: the third captures a graph
 RELEASED = ("eagle1", "lantern", "lantern++", "speculative")  # the methods of the released loop
-FORWARDS = ("fast", "eager", "compile")
 SHADES = {"target": 1.0, "draft": 0.6, "ops": 0.3, "rest": 0.1}  # of a method's color, for each part of its time
 PARTS = tuple(SHADES)
 PEAK = 8.0                     # the deviation of random logits: with it, dynamic trees are as deep as a trained model's
@@ -86,19 +79,6 @@ class Subject:
     neighbors: Callable[[int, str], Tensor]  # as Pipeline.neighbors
     recorder: "Recorder | None" = None       # decides what is accepted; None: the model does
     whole: bool = True                       # are whole pictures timed, or steps?
-    threads: int | None = None               # for forwards by PyTorch; None: as many as for others
-
-    @contextmanager
-    def reads_by(self, forward: str):
-        """Let the models' forwards be made of one of FORWARDS."""
-        threads = torch.get_num_threads()
-        made_anew = patch.object(self.gpt, "forward", compiled(self.gpt)) if forward == "compile" else nullcontext()
-        torch.set_num_threads(threads if forward == "fast" else self.threads or threads)
-        try:
-            with patch.object(layers, "USE_KERNELS", forward == "fast"), made_anew:
-                yield
-        finally:
-            torch.set_num_threads(threads)
 
     @staticmethod
     def of_pipeline(pipeline: Pipeline, prompts: list[str], filters: dict = FILTERS) -> "Subject":
@@ -160,16 +140,14 @@ class Recorder:
 
 @dataclass
 class Contender:
-    """A method, decoded by our loop or by the released one, with one of FORWARDS."""
+    """A method, decoded by our loop or by the released one."""
 
     method: Method
     is_released: bool = False
-    forward: str = "fast"
 
     @property
     def name(self) -> str:
-        return (f"{'released ' if self.is_released else ''}{self.method.label}"
-                f"{'' if self.forward == 'fast' else f' ({self.forward})'}")
+        return f"{'released ' if self.is_released else ''}{self.method.label}"
 
 
 @dataclass
@@ -240,7 +218,7 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
     settling = SETTLING if clock.is_cuda and max_steps is not None else 0  # the timed steps share a graph
     steps = Steps(clock, settling, max_steps, contender.is_released, watch)
     decode_all, decoded = loop_of(subject, contender, numbers, known, watch, script, steps), None
-    with intercepted(contender, script, watch), steps.counted(), subject.reads_by(contender.forward):
+    with intercepted(contender, script, watch), steps.counted():
         begin = clock.now()
         with suppress(Enough):
             decoded = decode_all()
@@ -286,23 +264,22 @@ def intercepted(contender: Contender, script: Script | None, watch: Watch | None
         yield
 
 
-def contenders_of(methods: list[Method], kinds: Sequence[str] = FORWARDS[:1], ours: bool = False) -> list[Contender]:
+def contenders_of(methods: list[Method], ours: bool = False) -> list[Contender]:
     """The methods, and after each the released loop's version where it exists, unless `ours` are wanted alone."""
-    return [Contender(method, is_released, forward) for forward in kinds for method in methods
-            if forward != "compile" or method.is_baseline
+    return [Contender(method, is_released) for method in methods
             for is_released in (False, True)[:1 + (method.name in RELEASED and not ours)]]
 
 
 def measure(subject: Subject, methods: list[Method], batch: int, seconds: float, say: Callable[[str], None],
-            kinds: Sequence[str] = FORWARDS[:1], ours: bool = False) -> list:
+            ours: bool = False) -> list:
     """A record for each contender."""
-    contenders = contenders_of(methods, kinds, ours)
+    contenders = contenders_of(methods, ours)
     watch = Watch(Clock(subject.gpt.output.weight.device), subject.gpt)
     max_steps = None if subject.whole else STEPS
     runs = {contender.name: [] for contender in contenders}
-    for contender in contenders:  # weights are packed, and forwards are compiled
+    for contender in contenders:  # weights are packed
         say(f"{subject.size}, batch of {batch}: {contender.name} warms up")
-        run(subject, contender, batch, 0, max_steps if contender.forward == "compile" else 2)
+        run(subject, contender, batch, 0, 2)
     start, turn = perf_counter(), 0
     while turn < 2 or perf_counter() - start < seconds:
         for contender in contenders:
@@ -344,14 +321,13 @@ def record_of(subject: Subject, contender: Contender, batch: int, runs: dict[str
         "step_ms": 1e3 * statistics.median(one.step_seconds / one.num_steps for one in taken),
         "tau": statistics.mean(one.tau for one in taken), "imposed_tau": imposed, **shares,
         "split_step_ms": 1e3 * parts.step_seconds / parts.num_steps,
-        "times_vanilla": ratio_to(Contender(METHODS["vanilla"], forward=contender.forward)),
-        "times_eager": ratio_to(Contender(METHODS["vanilla"], forward="eager")),
-        "times_released": None if contender.is_released else ratio_to(Contender(method, True, contender.forward))}
+        "times_vanilla": ratio_to(Contender(METHODS["vanilla"])),
+        "times_released": None if contender.is_released else ratio_to(Contender(method, True))}
     return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in record.items()}
 
 
 HEADER = (f"{'size':9}{'batch':>6}  {'method':32}{'picture s':>10}{'step ms':>9}{'tau':>6}{'imposed':>8}"
-          + "".join(f"{part:>9}" for part in PARTS) + f"{'x vanilla':>11}{'x eager':>9}{'x released':>11}")
+          + "".join(f"{part:>9}" for part in PARTS) + f"{'x vanilla':>11}{'x released':>11}")
 
 
 def line_of(record: dict) -> str:
@@ -362,7 +338,7 @@ def line_of(record: dict) -> str:
     return (f"{record['size'] + star:9}{record['batch']:>6}  {record['method']:32}{number('picture_s', 10, 3)}"
             f"{number('step_ms', 9, 2)}{number('tau', 6, 2)}{number('imposed_tau', 8, 2)}"
             + "".join(f"{record[part]:>9.1%}" for part in PARTS)
-            + number("times_vanilla", 11, 2) + number("times_eager", 9, 2) + number("times_released", 11, 2))
+            + number("times_vanilla", 11, 2) + number("times_released", 11, 2))
 
 
 NOTES = (
@@ -374,8 +350,8 @@ NOTES = (
     "model, whose tau this is. tau: what the timed runs reached. On a GPU nothing is imposed: this tau only gives "
     "picture s.",
     "*: steps in the middle of pictures were timed; picture s follows from them and from the recorded tau.",
-    "x vanilla, x released: how many times as fast as plain decoding and as the released loop, with the same forwards; "
-    "x eager: as plain decoding with PyTorch's eager ones. Medians of the ratios of a turn's runs.")
+    "x vanilla, x released: how many times as fast as plain decoding and as the released loop. Medians of the ratios "
+    "of a turn's runs.")
 
 
 def tau_of(record: dict) -> float:
@@ -392,7 +368,7 @@ def plot(records: list[dict], path: Path) -> None:
     for axis, group in zip(axes[0], groups):
         rows = [r for r in records if (r["size"], r["batch"]) == group]
         ends = [0.0] * len(rows)
-        colors = [method_color(r["method"].removeprefix("released ").split()[0]) for r in rows]
+        colors = [method_color(r["method"].removeprefix("released ")) for r in rows]
         for part, share in SHADES.items():
             widths = [r[part] * r["step_ms"] / r["batch"] / tau_of(r) for r in rows]
             axis.barh([r["method"] for r in rows], widths, left=ends, height=0.7, lw=0.5,
@@ -427,18 +403,6 @@ def is_timed(method: Method) -> bool:
     return has_head and (method.drafting != "jacobi" or method.seed_exact)
 
 
-def begin_anew(sizes: list[str]) -> None:
-    """Run the command with the number of threads that PyTorch's forwards are quickest with, and their way to wait."""
-    times = [eager_times(size, "float32" if size == "shipped" else "bfloat16") for size in sizes]
-    waiting = Counter(min(of, key=of.get)[0] for of in times).most_common(1)[0][0]
-    threads = [str(min((key for key in of if key[0] == waiting), key=of.get)[1]) for of in times]
-    print(f"PyTorch's forwards: OMP_WAIT_POLICY {waiting}, threads {' '.join(threads)}, of " + "; ".join(
-        f"{size}: " + ", ".join(f"{name} {n} {ms:.2f} ms" for (name, n), ms in of.items())
-        for size, of in zip(sizes, times)), flush=True)
-    os.execve(sys.executable, [sys.executable, "-m", "benchmarks.decode", *sys.argv[1:], "--eager-threads", *threads],
-              environment(waiting))
-
-
 def main():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", nargs="+", default=["shipped", "B", "L", "XL"], metavar="SIZE",
@@ -450,10 +414,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=60.0, help="of turns, for each size and batch; at least two "
                         "turns are taken; default 60")
     parser.add_argument("--threads", type=int, help="default: PyTorch's own")
-    parser.add_argument("--forwards", nargs="+", default=["fast"], choices=FORWARDS, help="default fast")
     parser.add_argument("--ours", action="store_true", help="without the released loop")
-    parser.add_argument("--eager-threads", nargs="+", type=int, metavar="N", help="of PyTorch's forwards on a CPU, for "
-                        "each size; default: found out first")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
                         help="of the shipped model; default %(default)s")
@@ -473,8 +434,6 @@ def main():
     harness.check_built(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
-    if options.forwards != ["fast"] and options.device == "cpu" and not options.eager_threads:
-        begin_anew(options.sizes)
     machine = harness.machine() | {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY")}
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     print(*NOTES, HEADER, sep="\n", flush=True)
@@ -484,7 +443,7 @@ def main():
 
     pipeline = Pipeline.load(device=options.device, dtype=getattr(torch, options.dtype))
     recorder, records = Recorder(pipeline, PROMPTS), []
-    for size, threads in zip(options.sizes, options.eager_threads or [None] * len(options.sizes)):
+    for size in options.sizes:
         if size == "shipped":
             subject = Subject.of_pipeline(pipeline, PROMPTS)
         else:
@@ -493,9 +452,8 @@ def main():
                     say(f"{size}: the shipped model's steps by {method.label} are recorded")
                     recorder(method)
             subject = Subject.random(size, class_config(size), recorder, options.device)
-        subject.threads = threads
         for batch in options.batch:
-            for record in measure(subject, methods, batch, options.seconds, say, options.forwards, options.ours):
+            for record in measure(subject, methods, batch, options.seconds, say, options.ours):
                 records.append(record)
                 print(line_of(record), flush=True)
             if options.json is not None:  # what is measured is kept, whatever ends the rest

@@ -1,10 +1,10 @@
 """A forward on a CPU, and what limits it:   python -m benchmarks.forward [--sizes ..] [--llama PYTHON] [--json]
 
 A forward reads 1 to 33 nodes for each of a guided pair of rows, in the middle of a picture, with their logits: by
-`decoder_layers`, by PyTorch's modules; and llama.cpp reads as many rows with a random Llama of
-equal sizes. PyTorch has two processes, in which OpenMP waits as by default or passively, and llama.cpp has its own.
-They take turns, and a process is stopped outside its turns, so that its threads take no time from the others. A single
-thread's time is its own, without what other programs take.
+`decoder_layers`, by PyTorch's modules; and llama.cpp reads as many rows with a random Llama of equal sizes. PyTorch has
+two processes, in which OpenMP waits as by default or passively, and llama.cpp has its own. They take turns, and a
+process is stopped outside its turns, so that its threads take no time from the others. A single thread's time is its
+own, without what other programs take.
 
 The limits are measured in these turns too, with as many threads: the rate at which memory is read, and the rate of the
 products of `packed_linear` where the weights are in a core's cache.
@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from time import perf_counter, thread_time
 
@@ -53,12 +52,6 @@ def forward_of(gpt: GPT, nodes: int):
     read = Nodes(depth, torch.tensor([first]), ancestors, mask, first + nodes)
     tokens = torch.zeros(2, nodes, dtype=torch.int64)
     return lambda: gpt.logits(gpt.extend(tokens, read, cache))
-
-
-@lru_cache(maxsize=1)
-def compiled(gpt: GPT):
-    """`gpt.forward` as one graph of static shapes, for benchmarks.decode."""
-    return torch.compile(gpt.forward, fullgraph=True, dynamic=False)
 
 
 def bandwidth(dtype: str):
@@ -141,17 +134,6 @@ def workers_of(size: str, dtype: str, llama: str | None = None):
         for worker in workers.values():  # a stopped process would never end
             worker.process.kill()
             worker.process.communicate()
-
-
-def eager_times(size: str, dtype: str) -> dict[tuple[str, int], float]:
-    """Milliseconds of a forward of one node by PyTorch's modules, by how OpenMP waits and the number of threads."""
-    times = {setting: [] for setting in (("default", 1), ("default", torch.get_num_threads()),
-                                         ("passive", torch.get_num_threads()))}
-    with workers_of(size, dtype) as workers:
-        for _ in range(5):
-            for (waiting, threads), samples in times.items():
-                samples += workers[waiting].ask("eager", 1, threads, SECONDS)
-    return {setting: statistics.median(samples) for setting, samples in times.items()}
 
 
 def measure(size: str, dtype: str, seconds: float, llama: str | None) -> tuple[list[dict], dict]:
