@@ -23,7 +23,6 @@ from time import perf_counter, thread_time
 import torch
 
 from benchmarks import harness
-from specvis.cli.plots import plt
 from specvis.models import layers
 from specvis.models.interface import Nodes, chain_ancestors
 from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config
@@ -192,21 +191,6 @@ def table(records: list[dict], limits: dict[str, float]) -> list[str]:
     return [*lines, "Limits (GB/s, GFLOP/s; threads): " + "; ".join(f"{key}: {x}" for key, x in limits.items())]
 
 
-def plot(records: list[dict], path: Path) -> None:
-    """Milliseconds over nodes, for the first of the random models."""
-    of = next((r for r in records if r["size"] != "shipped"), records[0])
-    best = best_of([r for r in records if (r["size"], r["dtype"]) == (of["size"], of["dtype"])])
-    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
-    for name in dict.fromkeys(name for name, _ in best):
-        axis.plot(NODES, [best[name, nodes]["median_ms"] for nodes in NODES], marker="o", label=name)
-    axis.set(xscale="log", yscale="log", title=f"{of['size']}, {of['dtype']}", ylabel="ms a forward",
-             xlabel="nodes of a guided pair of rows")
-    axis.set_xticks(NODES, NODES)
-    axis.minorticks_off()
-    axis.legend(fontsize=8)
-    harness.save_plot(figure, path)
-
-
 def main():
     if sys.argv[1:2] == ["--serve"]:
         return serve(*sys.argv[2:])
@@ -220,7 +204,6 @@ def main():
                         "gguf; default: this one")
     parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="write the records; default FILE: "
                         "benchmarks/results/<machine>-forward.json")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw milliseconds over nodes")
     options = parser.parse_args()
     for text in options.sizes:
         if text.partition(":")[0] not in ("shipped", *SIZES, *GPTS) or text.partition(":")[2] not in ("", "float32"):
@@ -235,8 +218,6 @@ def main():
         rows, limits[text] = measure(size, dtype or "bfloat16", options.seconds, llama)
         records += rows
         print(*table(rows, limits[text]), sep="\n", flush=True)
-    if options.plot:
-        plot(records, options.plot)
     if options.json is not None:
         harness.write(options.json, "forward", machine, {"limits": limits, "rows": records})
 

@@ -274,11 +274,11 @@ def test_a_familys_steps_are_timed_beside_generate(family, tmp_path, monkeypatch
 
 def test_a_forward_is_timed_beside_its_limits(tmp_path, monkeypatch, capsys):
     """The interpreter claims to have llama.cpp, and answers each question with a millisecond."""
-    python, file, figure = tmp_path / "python", tmp_path / "forward.json", tmp_path / "forward.png"
+    python, file = tmp_path / "python", tmp_path / "forward.json"
     python.write_text("#!/bin/sh\n[ $1 = -c ] && echo 1.2 && exit\necho 0\nwhile read line; do echo '[1.0]'; done\n")
     python.chmod(0o755)
     monkeypatch.setattr("sys.argv", ["forward", "--sizes", "tiny", "--seconds", "0", "--llama", str(python), "--json",
-                                     str(file), "--plot", str(figure)])
+                                     str(file)])
     forward.main()
     written = json.loads(file.read_text())
     best = forward.best_of(written["rows"])
@@ -289,7 +289,7 @@ def test_a_forward_is_timed_beside_its_limits(tmp_path, monkeypatch, capsys):
                for r in written["rows"])
     assert {r["median_ms"] for (name, _), r in best.items() if "llama" in name} == {1}
     assert written["machine"]["llama_cpp"] == "1.2"
-    assert all(rate > 0 for rate in written["limits"]["tiny"].values()) and figure.stat().st_size > 1000
+    assert all(rate > 0 for rate in written["limits"]["tiny"].values())
     assert "| 33 |" in capsys.readouterr().out
 
 
