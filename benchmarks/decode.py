@@ -5,10 +5,9 @@ Every method is timed beside plain decoding and, where EAGLE's and LANTERN's rel
 machine meets them alike, and what is compared are the runs of one turn. A size is "shipped", the shipped model in
 float32 or `--dtype`, or one of LlamaGen's with random weights in bfloat16.
 
-The seconds are of runs that nothing else is measured in. How they divide is found out in a run of its own, in which a
-clock is read before and after every call of target, draft model and ops of specvis_kernels (on a GPU the
-device is waited for each time). Checks of arguments, torch's own operations and Python are the rest. A step is what
-lies between two calls of `progress`.
+How the seconds of a step divide is found out in a run of its own, in which a clock is read before and after every call
+of target, draft model and ops of specvis_kernels (on a GPU the device is waited for each time). A step is what lies
+between two calls of `progress`. The notes under the table say what its columns are.
 
 With random weights nothing would be accepted. So acceptance is imposed: the steps of the shipped model are recorded,
 and before each walk the target's logits are changed such that it accepts as many drafts as were recorded, and rejects
@@ -413,7 +412,6 @@ def main():
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8], metavar="B", help="default 1 8")
     parser.add_argument("--seconds", type=float, default=60.0, help="of turns, for each size and batch; at least two "
                         "turns are taken; default 60")
-    parser.add_argument("--threads", type=int, help="default: PyTorch's own")
     parser.add_argument("--ours", action="store_true", help="without the released loop")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
@@ -432,8 +430,6 @@ def main():
     if min(options.batch) < 1:
         parser.error(f"--batch must be at least 1, got {min(options.batch)}")
     harness.check_built(options.device)
-    if options.threads:
-        torch.set_num_threads(options.threads)
     machine = harness.machine() | {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY")}
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     print(*NOTES, HEADER, sep="\n", flush=True)

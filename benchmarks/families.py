@@ -4,12 +4,12 @@ Models of transformers with random weights in bfloat16: "janus-1.3b" is a Llama 
 (its image tokens have an embedding and a head of their own, of equal sizes), "7b" a Chameleon of Anole's sizes.
 Prompts have 32 ids, there is no guidance, which `generate` has not either, and tokens are drawn without filters.
 
-A step is a forward for each picture, with its draws. With random weights no guess is right, so the steps of a method
-are compared, not its tokens. Our loops read by the model's modules, and by what the target takes in their place where
-it takes something: the column "reader" has the ops of layers that were called. Beside them stand `generate`, with sdpa
-and a cache that grows; on a GPU `generate` with a static cache too, whose forward transformers compiles; and the time
-in which a large tensor of as many bytes as the weights is read. All take turns. On a GPU the first steps are not timed.
-On a CPU a single thread's time (OMP_NUM_THREADS=1) is its own, without what other programs take.
+A step is a forward for each picture, with its draws; with random weights no guess is right, so only steps are compared.
+Our loops read by the model's modules, and by what the target takes in their place where it takes something: the column
+"reader" has the ops of layers that were called. Beside them stand `generate`, with sdpa and a cache that grows; on a
+GPU `generate` with a static cache too, whose forward transformers compiles; and the time in which a large tensor of as
+many bytes as the weights is read. All take turns. On a GPU the first steps are not timed. On a CPU a single thread's
+time (OMP_NUM_THREADS=1) is its own, without what other programs take.
 """
 import argparse
 import statistics
