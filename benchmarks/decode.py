@@ -353,11 +353,6 @@ NOTES = (
     "of a turn's runs.")
 
 
-def tau_of(record: dict) -> float:
-    """tau of whole pictures: the timed steps are too few to tell."""
-    return record["tau"] if record["timed"] == "pictures" else record["imposed_tau"] or 1.0
-
-
 def plot(records: list[dict], path: Path) -> None:
     """Stacked bars: the milliseconds that a token of one picture takes, by part, in shades of its method's color."""
     groups = list(dict.fromkeys((r["size"], r["batch"]) for r in records))
@@ -369,7 +364,9 @@ def plot(records: list[dict], path: Path) -> None:
         ends = [0.0] * len(rows)
         colors = [method_color(r["method"].removeprefix("released ")) for r in rows]
         for part, share in SHADES.items():
-            widths = [r[part] * r["step_ms"] / r["batch"] / tau_of(r) for r in rows]
+            # where steps are timed they are too few to tell tau
+            taus = [r["tau"] if r["timed"] == "pictures" else r["imposed_tau"] or 1.0 for r in rows]
+            widths = [r[part] * r["step_ms"] / r["batch"] / tau for r, tau in zip(rows, taus)]
             axis.barh([r["method"] for r in rows], widths, left=ends, height=0.7, lw=0.5,
                       color=[shade(color, share) for color in colors], edgecolor=colors)
             ends = [end + width for end, width in zip(ends, widths)]

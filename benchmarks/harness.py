@@ -106,14 +106,9 @@ def text_of(content: dict | list, depth: int = 2) -> str:
     return f"{text[0]}\n {lines}\n{text[-1]}"
 
 
-def results(file: str, what: str, machine: dict) -> Path:
-    """The file of a benchmark's records, by default benchmarks/results/<machine>-<what>.json."""
-    return Path(file or ROOT / "benchmarks" / "results" / file_name(machine).replace(".json", f"-{what}.json"))
-
-
 def write(file: str, what: str, machine: dict, content: dict) -> None:
-    """Write a benchmark's records to the file that `results` names."""
-    path = results(file, what, machine)
+    """Write a benchmark's records, by default to benchmarks/results/<machine>-<what>.json."""
+    path = Path(file or ROOT / "benchmarks" / "results" / file_name(machine).replace(".json", f"-{what}.json"))
     path.parent.mkdir(parents=True, exist_ok=True)
     command = " ".join([f"python -m benchmarks.{what}", *sys.argv[1:]])
     path.write_text(text_of({"machine": machine, "command": command} | content) + "\n")
@@ -145,15 +140,6 @@ def collect(sample, seconds: float, min_samples: int = 5, max_samples: int = 200
     return samples
 
 
-def bytes_of(arguments: tuple) -> int:
-    return sum(a.nbytes for a in tree_leaves(arguments) if isinstance(a, torch.Tensor))
-
-
-def copies_of(arguments: tuple, number: int) -> list:
-    """The arguments themselves and copies of them, which take turns."""
-    return [arguments, *(tree_map_only(torch.Tensor, torch.clone, arguments) for _ in range(number - 1))]
-
-
 def time_on_cpu(call, arguments: tuple, seconds: float, rewind: Callable | None = None) -> dict:
     """Summaries of call(*arguments) by mode. "eager": over one input, which a large enough cache holds; "eager cold":
     over copies that take turns: more than CACHE bytes of them, but at most MAX_COPIES."""
@@ -171,8 +157,10 @@ def time_on_cpu(call, arguments: tuple, seconds: float, rewind: Callable | None 
         collect(sample, WARM_UP, len(rotation), sys.maxsize)  # baselines prepare each copy at its first call
         return summary(collect(sample, seconds))
 
-    number = min(MAX_COPIES, 1 + CACHE // max(bytes_of(arguments), 1))
-    return {"eager": summary_over([arguments]), "eager cold": summary_over(copies_of(arguments, number))}
+    num_bytes = sum(a.nbytes for a in tree_leaves(arguments) if isinstance(a, torch.Tensor))
+    copies = [tree_map_only(torch.Tensor, torch.clone, arguments)
+              for _ in range(min(MAX_COPIES - 1, CACHE // max(num_bytes, 1)))]
+    return {"eager": summary_over([arguments]), "eager cold": summary_over([arguments, *copies])}
 
 
 def reads_back(call, arguments: tuple) -> str:
