@@ -14,7 +14,7 @@ from specvis_kernels import DecoderLayer, pack_weight, packed_linear
 from specvis_kernels.compat._layers import IN_PANELS, packed, together
 
 from .interface import Nodes
-from .layers import Cache, NodesReading, Packing, Reading, RMSNorm, grid_rotations, rotations_at, rotations_of
+from .layers import Cache, NodesReading, Packing, Reading, RMSNorm, grid_rotations, rotations_of
 from .llamagen import GPT, GPTConfig, condition_mask, condition_nodes
 from .threads import cast, cat, embed
 
@@ -95,7 +95,7 @@ class EagleHead(nn.Module):
         Returns:
             (R, N, dim)
         """
-        return self(tokens, previous_hidden, Reading(rotations_at(self, position_ids), mask, previous_hidden.dtype))
+        return self(tokens, previous_hidden, Reading(self, position_ids, mask, previous_hidden.dtype))
 
     def teacher_forced(self, condition: Tensor, padding_mask: Tensor, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Predict the target's hidden states at the first L - 1 tokens. See `TransformersEagleHead.teacher_forced`."""

@@ -131,14 +131,6 @@ def rotations_of(module: torch.nn.Module, device: torch.device) -> Tensor:
     return module.rotations
 
 
-def rotations_at(module: torch.nn.Module, position_ids: Tensor) -> Tensor:
-    """Factors (rows, N, 3, 1, D / 2) complex64 of queries, keys and values at position_ids (rows, N) int64: those of
-    values are 1. All positions after the table get its last entry."""
-    table = rotations_of(module, position_ids.device)
-    turns = torch.view_as_complex(table[position_ids.clamp(max=len(table) - 1)])
-    return torch.stack([turns, turns, torch.ones_like(turns)], -2)[..., None, :]
-
-
 class Cache:
     """Keys and values of all layers, allocated once: `data` (L, R, T, 2, H, D)."""
 
@@ -170,9 +162,12 @@ class Cache:
 class Reading:
     """What all layers share when they read N entries of R rows, each of which sees those that a mask says."""
 
-    def __init__(self, rotations: Tensor, mask: Tensor, dtype: torch.dtype):
-        """rotations (R or 1, N, 3, 1, D / 2); mask (R or 1, N, N) bool"""
-        self.rotations, self.mask = rotations, torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None]
+    def __init__(self, module: nn.Module, position_ids: Tensor, mask: Tensor, dtype: torch.dtype):
+        """module has a table of rotations, the last for all later positions; mask (R or 1, N, N) bool"""
+        table = rotations_of(module, position_ids.device)
+        turns = torch.view_as_complex(table[position_ids.clamp(max=len(table) - 1)])
+        self.rotations = torch.stack([turns, turns, torch.ones_like(turns)], -2)[..., None, :]  # (.., 3, 1, D / 2)
+        self.mask = torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None]
 
     def attend(self, qkv: Tensor, heads: int, layer: int) -> Tensor:
         """Attention of the queries in qkv (R, N, 3 * H * D) to what they may see: (R, N, H * D)."""

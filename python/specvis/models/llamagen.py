@@ -10,7 +10,7 @@ from specvis_kernels import DecoderLayer, pack_weight, packed_linear
 from specvis_kernels.compat._layers import IN_PANELS, packed
 
 from .interface import Nodes
-from .layers import Cache, NodesReading, Packing, Reading, RMSNorm, grid_rotations, rotations_at, rotations_of
+from .layers import Cache, NodesReading, Packing, Reading, RMSNorm, grid_rotations, rotations_of
 from .sizes import check_sizes
 from .threads import embed
 
@@ -203,7 +203,7 @@ class GPT(nn.Module):
         Returns:
             (R, N, dim)
         """
-        return self(x, Reading(rotations_at(self, position_ids), mask, x.dtype))
+        return self(x, Reading(self, position_ids, mask, x.dtype))
 
     def forward(self, x: Tensor, reading: Reading) -> Tensor:
         """Embeddings (R, N, dim) -> hidden states (R, N, dim) after the last norm."""
