@@ -3,7 +3,9 @@
 Every method is timed beside plain decoding and, where EAGLE's and LANTERN's releases have it, beside a loop like theirs
 (benchmarks/released.py), with the same models, trees and settings. All take turns, so that other work on the
 machine meets them alike, and what is compared are the runs of one turn. A size is "shipped", the shipped model in
-float32 or `--dtype`, or one of LlamaGen's with random weights in bfloat16.
+float32 or `--dtype`, or one of LlamaGen's with random weights in bfloat16. `--forwards` says what makes
+the models' forwards: `decoder_layers` ("fast"), PyTorch's modules ("eager"), or these compiled ("compile", of plain
+decoding alone).
 
 How the seconds of a step divide is found out in a run of its own, in which a clock is read before and after every call
 of target, draft model and ops of specvis_kernels (on a GPU the device is waited for each time). A step is what lies
@@ -26,7 +28,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +53,7 @@ from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import METHODS, Method, parse_method
 from specvis.decoding.sampling import Sampling, cfg_inputs
 from specvis.decoding.speculative import speculative_decode
+from specvis.models import layers
 from specvis.models.eagle import EagleHead
 from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config
 from specvis.pipelines.discrete import Pipeline
@@ -60,6 +63,7 @@ WHOLE = ("shipped", "B")       # sizes of which whole pictures are timed
 STEPS = 8                      # that a turn times of the other sizes, at least
 SETTLING = 8                   # steps on a GPU before these: the third captures a graph
 RELEASED = ("eagle1", "lantern", "lantern++", "speculative")  # the methods of the released loop
+FORWARDS = ("fast", "eager", "compile")
 SHADES = {"target": 1.0, "draft": 0.6, "ops": 0.3, "rest": 0.1}  # of a method's color, for each part of its time
 PARTS = tuple(SHADES)
 PEAK = 8.0                     # the deviation of random logits: with it, dynamic trees are as deep as a trained model's
@@ -139,14 +143,24 @@ class Recorder:
 
 @dataclass
 class Contender:
-    """A method, decoded by our loop or by the released one."""
+    """A method, decoded by our loop or by the released one, with one of FORWARDS."""
 
     method: Method
     is_released: bool = False
+    forward: str = "fast"
 
     @property
     def name(self) -> str:
-        return f"{'released ' if self.is_released else ''}{self.method.label}"
+        return (f"{'released ' if self.is_released else ''}{self.method.label}"
+                f"{'' if self.forward == 'fast' else f' ({self.forward})'}")
+
+    @contextmanager
+    def reads(self, gpt: GPT):
+        """Let the models' forwards be made so."""
+        graph = torch.compile(gpt.forward, fullgraph=True, dynamic=False) if self.forward == "compile" else None
+        with patch.object(layers, "USE_KERNELS", self.forward == "fast"), \
+                patch.object(gpt, "forward", graph) if graph else nullcontext():
+            yield
 
 
 @dataclass
@@ -217,7 +231,7 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
     settling = SETTLING if clock.is_cuda and max_steps is not None else 0  # the timed steps share a graph
     steps = Steps(clock, settling, max_steps, contender.is_released, watch)
     decode_all, decoded = loop_of(subject, contender, numbers, known, watch, script, steps), None
-    with intercepted(contender, script, watch), steps.counted():
+    with intercepted(contender, script, watch), steps.counted(), contender.reads(subject.gpt):
         begin = clock.now()
         with suppress(Enough):
             decoded = decode_all()
@@ -263,22 +277,23 @@ def intercepted(contender: Contender, script: Script | None, watch: Watch | None
         yield
 
 
-def contenders_of(methods: list[Method], ours: bool = False) -> list[Contender]:
+def contenders_of(methods: list[Method], kinds: tuple[str, ...] = ("fast",), ours: bool = False) -> list[Contender]:
     """The methods, and after each the released loop's version where it exists, unless `ours` are wanted alone."""
-    return [Contender(method, is_released) for method in methods
+    return [Contender(method, is_released, forward) for forward in kinds for method in methods
+            if forward != "compile" or method.is_baseline
             for is_released in (False, True)[:1 + (method.name in RELEASED and not ours)]]
 
 
 def measure(subject: Subject, methods: list[Method], batch: int, seconds: float, say: Callable[[str], None],
-            ours: bool = False) -> list:
+            kinds: tuple[str, ...] = ("fast",), ours: bool = False) -> list:
     """A record for each contender."""
-    contenders = contenders_of(methods, ours)
+    contenders = contenders_of(methods, kinds, ours)
     watch = Watch(Clock(subject.gpt.output.weight.device), subject.gpt)
     max_steps = None if subject.whole else STEPS
     runs = {contender.name: [] for contender in contenders}
-    for contender in contenders:  # weights are packed
+    for contender in contenders:  # weights are packed, and forwards are compiled
         say(f"{subject.size}, batch of {batch}: {contender.name} warms up")
-        run(subject, contender, batch, 0, 2)
+        run(subject, contender, batch, 0, max_steps if contender.forward == "compile" else 2)
     start, turn = perf_counter(), 0
     while turn < 2 or perf_counter() - start < seconds:
         for contender in contenders:
@@ -320,8 +335,8 @@ def record_of(subject: Subject, contender: Contender, batch: int, runs: dict[str
         "step_ms": 1e3 * statistics.median(one.step_seconds / one.num_steps for one in taken),
         "tau": statistics.mean(one.tau for one in taken), "imposed_tau": imposed, **shares,
         "split_step_ms": 1e3 * parts.step_seconds / parts.num_steps,
-        "times_vanilla": ratio_to(Contender(METHODS["vanilla"])),
-        "times_released": None if contender.is_released else ratio_to(Contender(method, True))}
+        "times_vanilla": ratio_to(Contender(METHODS["vanilla"], forward=contender.forward)),
+        "times_released": None if contender.is_released else ratio_to(Contender(method, True, contender.forward))}
     return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in record.items()}
 
 
@@ -349,8 +364,8 @@ NOTES = (
     "model, whose tau this is. tau: what the timed runs reached. On a GPU nothing is imposed: this tau only gives "
     "picture s.",
     "*: steps in the middle of pictures were timed; picture s follows from them and from the recorded tau.",
-    "x vanilla, x released: how many times as fast as plain decoding and as the released loop. Medians of the ratios "
-    "of a turn's runs.")
+    "x vanilla, x released: how many times as fast as plain decoding and as the released loop, with the same forwards. "
+    "Medians of the ratios of a turn's runs.")
 
 
 def plot(records: list[dict], path: Path) -> None:
@@ -362,7 +377,7 @@ def plot(records: list[dict], path: Path) -> None:
     for axis, group in zip(axes[0], groups):
         rows = [r for r in records if (r["size"], r["batch"]) == group]
         ends = [0.0] * len(rows)
-        colors = [method_color(r["method"].removeprefix("released ")) for r in rows]
+        colors = [method_color(r["method"].removeprefix("released ").split()[0]) for r in rows]
         for part, share in SHADES.items():
             # where steps are timed they are too few to tell tau
             taus = [r["tau"] if r["timed"] == "pictures" else r["imposed_tau"] or 1.0 for r in rows]
@@ -409,6 +424,7 @@ def main():
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8], metavar="B", help="default 1 8")
     parser.add_argument("--seconds", type=float, default=60.0, help="of turns, for each size and batch; at least two "
                         "turns are taken; default 60")
+    parser.add_argument("--forwards", nargs="+", default=["fast"], choices=FORWARDS, help="default fast")
     parser.add_argument("--ours", action="store_true", help="without the released loop")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
@@ -446,7 +462,7 @@ def main():
                     recorder(method)
             subject = Subject.random(size, class_config(size), recorder, options.device)
         for batch in options.batch:
-            for record in measure(subject, methods, batch, options.seconds, say, options.ours):
+            for record in measure(subject, methods, batch, options.seconds, say, options.forwards, options.ours):
                 records.append(record)
                 print(line_of(record), flush=True)
             if options.json is not None:  # what is measured is kept, whatever ends the rest

@@ -14,6 +14,7 @@ import specvis_kernels
 from benchmarks import decode, families, forward, harness, ops, papers, smoke, tables
 from specvis.decoding.driver import POLL
 from specvis.decoding.methods import parse_method
+from specvis.models import layers
 from specvis.models.llamagen import GPTConfig
 from tests import cases
 from tests.test_released import WIDE
@@ -215,8 +216,9 @@ def test_random_weights_accept_what_was_recorded(text):
 def test_steps_of_larger_sizes_are_timed_in_the_middle_of_pictures(tmp_path):
     subject, _ = subject_of("L")
     methods = decode.timed_methods(["vanilla", "lantern:k=6:width=3:nodes=8"])
-    records = decode.measure(subject, methods, 2, 0, lambda text: None)
-    assert {r["timed"] for r in records} == {"steps"}
+    records = decode.measure(subject, methods, 2, 0, lambda text: None, ["fast", "eager"])
+    assert {r["timed"] for r in records} == {"steps"} and layers.USE_KERNELS
+    assert [r["method"].endswith(" (eager)") for r in records] == [False] * 3 + [True] * 3
     assert records[0]["picture_s"] == pytest.approx(16 * records[0]["step_ms"] / 2e3, rel=1e-3)
     assert records[1]["picture_s"] == pytest.approx(
         16 * records[1]["step_ms"] / 2e3 / records[1]["imposed_tau"], rel=1e-3)
