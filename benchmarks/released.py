@@ -67,7 +67,7 @@ def move(cache: ModelCache, request: int, root: int, accepted_nodes: Tensor) -> 
 
 @dataclass
 class Warpers:
-    """Guidance, temperature, top-k and top-p, one after another. All requests have one setting."""
+    """Guidance, temperature, top-k and top-p, one after another, no min-p. All requests have one setting."""
 
     guidance: float
     temperature: float
@@ -77,8 +77,10 @@ class Warpers:
     @staticmethod
     def of(sampling: Sampling) -> "Warpers":
         values = [getattr(sampling, name).tolist() for name in ("guidance", "temperature", "top_k", "top_p")]
-        if any(min(each) < max(each) for each in values) or min(values[1]) <= 0:
-            raise ValueError(f"sampling must be the same for all requests, with a temperature above 0, got {sampling}")
+        is_one = all(min(each) == max(each) for each in values)
+        if not is_one or min(values[1]) <= 0 or sampling.min_p.any():
+            raise ValueError("sampling must be the same for all requests, with a temperature above 0 and without "
+                             f"min_p, got {sampling}")
         return Warpers(*(each[0] for each in values))
 
     def guide(self, logits: Tensor) -> Tensor:

@@ -170,7 +170,8 @@ class Asked:
         settings = settings_of(warpers)
         self.refuse(settings is None, "needs temperature before top_k and top_p, and min_p after them, each at most "
                     "once, without min_tokens_to_keep and filter_value, and top_p > 0, got "
-                    f"{', '.join(type(p).__name__ for p in warpers)} (off by top_k=0 and top_p=1.0 of generate)")
+                    f"{', '.join(type(p).__name__ for p in warpers)} (off by top_k=0, top_p=1.0 and min_p=None of "
+                    "generate)")
         return settings
 
     def ids(self, positions: Tensor):

@@ -185,7 +185,7 @@ def grow_tree(draft_model, hidden: Tensor, cached, root: Tensor, head: Callable,
         read:           read(hidden (R, K, H), tokens (R, K), cached, depth) -> hidden, cached
         sampled:        whether rows of retrieve_indices are in lexicographic order, as in the release when it samples;
                         else they are in the order of their leaves, as in the release when it is greedy
-        settings:       temperature, top_k, top_p and filters of draft_frontier
+        settings:       temperature, top_k, top_p, min_p and filters of draft_frontier
         token_offsets:  added to a token of the draft's vocabulary, they give the target's token (d2t)
         id_range:       a function: the size of the vocabulary -> id_range of draft_frontier; None: all ids
 

@@ -201,7 +201,8 @@ def topK_genrate(self, hidden_states, input_ids, head, logits_processor, cfg_sca
 
     settings = GREEDY if logits_processor is None else settings_of(logits_processor)
     if settings is None:
-        raise ValueError("logits_processor must be made by prepare_logits_processor, of temperature, top_p and top_k")
+        raise ValueError("logits_processor must be made by prepare_logits_processor, of temperature, top_p and top_k, "
+                         "or have min_p last")
     return draft(self, hidden_states, input_ids, head, place=place,
                  of_layer=None if input_position_diff is None else {"attention_mask": attention_mask},
                  sampled=logits_processor is not None, settings=settings, guidance=cfg_scale,

@@ -107,6 +107,7 @@ def test_the_default_is_plain_decoding_twice_and_windows_by_name(weights, tmp_pa
     read, original = set(), Packing.get
     option, = (option for option in compare_module.compare.params if option.name == "names")
     monkeypatch.setattr(option, "default", ("vanilla, jacobi, jacobi:window=3",))
+    monkeypatch.setattr(compare_module.options, "SHIPPED", weights)
 
     def watched(self, *arguments):
         read.add((layers.USE_KERNELS, torch.get_num_threads() == 1))

@@ -337,7 +337,7 @@ REFUSED = [
     (dict(do_sample=True, top_k=0, logits_processor=[transformers.TopPLogitsWarper(0.5, min_tokens_to_keep=3)]),
      "needs temperature before top_k and top_p, and min_p after them, each at most once, without min_tokens_to_keep"),
     (dict(do_sample=True, logits_processor=[transformers.TopKLogitsWarper(1)]),  # the config has top_k=50
-     r"got TopKLogitsWarper, TopKLogitsWarper \(off by top_k=0 and top_p=1.0 of generate\)"),
+     r"got TopKLogitsWarper, TopKLogitsWarper \(off by top_k=0, top_p=1.0 and min_p=None of generate\)"),
     (dict(seeds=1), "integers of 64 bits, one for each of the B=4 requests, got 1"),
     (dict(window=-1), "window must be an integer >= 0, got -1"),
     (dict(window=4, grid=3), "window must be at most grid=3, the tokens of a row, got 4"),

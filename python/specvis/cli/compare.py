@@ -60,7 +60,8 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
                      baseline's (medians); the baseline has the same kind of
                      tokens, at the same temperature
     speedup_over_modules
-                     the same over the baseline by PyTorch's modules
+                     the same over the baseline by PyTorch's modules, on one
+                     thread; of the shipped model
     batch_seconds, batch_speedup
                      of a picture in the batch
     same_tokens      pictures whose tokens are the baseline's, every one
@@ -75,7 +76,7 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
     methods = list(dict.fromkeys(parse_methods(names, model.methods())))
     for method in methods:
         model.check(method)
-    by_modules = not options.is_given("names") and model.family is None
+    by_modules = not options.is_given("names") and model.model == options.SHIPPED
     if style is not None and not prompts:
         raise ValueError("style must be given with --prompt: the prompts of compare have theirs")
     prompts = list(prompts or (options.FAMILY_PROMPTS if model.family else PROMPTS))
@@ -189,7 +190,8 @@ def print_origin(results: list[ComparedResult], device: torch.device) -> None:
     click.echo(f"Tokens a forward: mean of {count} pictures. Seconds: {of_seconds}.\n"
                "Added TV: added total variation a token, estimated.")
     if any(r.by_modules for r in results):
-        click.echo(f"vanilla: plain decoding. {MODULES}: the same without decoder_layers.")
+        click.echo(f"vanilla: plain decoding. {MODULES}: the same without decoder_layers,\n"
+                   "on one thread, where they are faster than on two.")
     click.echo(textwrap.shorten(f"Temperature {temperatures}; {machine(device)}, torch {torch.__version__}", WIDTH))
 
 

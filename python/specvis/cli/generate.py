@@ -174,7 +174,7 @@ def side_by_side(drawing: Drawing, requests: list[PictureRequest], out: Path, kn
     kind = f"codes of {codes.shape[1]} x {codes.shape[2]}" if keeps_codes else size(pipeline.side, drawing.scale)
     click.echo(f"{verb} {out}: {len(tokens)} of {len(requests)} pictures, {kind}, "
                f"drawn and written in {time.perf_counter() - start:.1f} s, "
-               + told(drawing, requests, decoded.target_forwards, decoded.tau))
+               + told(drawing, requests, decoded.target_forwards, decoded.tau, known))
 
 
 def known_rows(known: str, pipeline: Pipeline, count: int) -> torch.Tensor:
@@ -197,6 +197,8 @@ def known_rows(known: str, pipeline: Pipeline, count: int) -> torch.Tensor:
     if codes.shape[1:] != (grid, grid) or len(codes) not in (1, count):
         raise ValueError(f"known must have codes ({' or '.join(map(str, sorted({1, count})))}, {grid}, {grid}), "
                          f"got {tuple(codes.shape)} in {file}")
+    if not ((codes >= 0) & (codes < pipeline.gpt.config.vocabulary)).all():
+        raise ValueError(f"known must have codes in [0, {pipeline.gpt.config.vocabulary}), got others in {file}")
     return codes[:, :int(rows)].flatten(1).expand(count, -1).to(pipeline.device)
 
 
@@ -227,6 +229,8 @@ def many(drawing: Drawing, requests: list[PictureRequest], out: Path, workers: i
             lost = draw_by_workers(drawing, missing, begin, keep, num_workers=workers, cpus=cpus, gpus=gpus)
         else:
             draw_here(drawing, missing, begin, keep)
+        if page and manifest.drawn:
+            manifest.write_page()
     seconds = time.perf_counter() - start
 
     for request in sorted(picture.request for picture in new if picture.failed):
@@ -236,8 +240,6 @@ def many(drawing: Drawing, requests: list[PictureRequest], out: Path, workers: i
                              f"given up: {reason}"), err=True)
     if new and not manifest.drawn:
         raise click.ClickException("no picture was finished")
-    if page and manifest.drawn:
-        manifest.write_page()
     line = f"{out}: {len(manifest.drawn)} of {len(requests)} pictures"
     if num_before:
         line += f" ({num_before} were there)"
@@ -259,13 +261,15 @@ def size(side: int, scale: int | None) -> str:
     return f"{side} x {side} pixels" + (f" enlarged {scale} times" if scale > 1 else "")
 
 
-def told(drawing: Drawing, requests: list[PictureRequest], target_forwards: torch.Tensor, tau: torch.Tensor) -> str:
+def told(drawing: Drawing, requests: list[PictureRequest], target_forwards: torch.Tensor, tau: torch.Tensor,
+         known: str | None = None) -> str:
     """What was saved, and whether the pictures are the baseline's."""
     is_the_baselines = (options.is_exact(drawing.method, drawing.temperature) and not drawing.method.is_baseline
                         and not tau.isnan().any())
     return (f"by {drawing.method.label}, {target_forwards.float().mean():.0f} target forwards a picture, "
             f"tau {tau.nanmean():.2f} tokens a forward"
             + (f"; same picture{'s' * (len(requests) > 1)} as --method vanilla --seed {requests[0].seed}"
+            + (f" --known {known}" if known else "")
                if is_the_baselines else ""))
 
 

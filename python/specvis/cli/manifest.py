@@ -94,7 +94,7 @@ class Manifest:
         """Write index.html, which shows the pictures and what is known of each, and sheet.png, all of them in one."""
         lines = [self.drawn[index] for index in sorted(self.drawn)]
         figures = [f'<figure><img src="{quote(line["file"])}" loading="lazy"><figcaption>{escape(line["prompt"])}<br>'
-                   f'seed {line.get("seed")}, {line.get("target_forwards")} forwards, tau {line.get("tau")}'
+                   + escape(f'seed {line.get("seed")}, {line.get("target_forwards")} forwards, tau {line.get("tau")}') +
                    '</figcaption></figure>' for line in lines]
         write_whole(self.folder / PAGE, "\n".join([
             '<!DOCTYPE html><meta charset="utf-8"><title>specvis</title>', '<style>figure { display: inline-block; '
