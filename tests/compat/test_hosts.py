@@ -244,7 +244,8 @@ def test_what_a_call_asks_for_is_done_or_refused():
         with pytest.raises(ValueError, match=message):
             by_generate(model, **JACOBI, **options)
     assert jacobi_generate(model, PROMPT, generation_config=config(max_new_tokens=5)).shape == (1, 12)
-    with pytest.raises(ValueError, match="generate, which makes logits processors, for min_p, repetition_penalty"):
+    with pytest.raises(ValueError, match="generate, which makes logits processors, for generation_config.repetition_pen"
+                                         r"alty=1.5 \(off by repetition_penalty=1.0\)"):
         jacobi_generate(model, PROMPT, generation_config=config(min_p=0.1, repetition_penalty=1.5))
 
 
