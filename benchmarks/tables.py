@@ -273,7 +273,7 @@ def readme() -> str:
         [f"{gpu:.1f} times as fast", f"{cpu:.1f} times as fast", f"{min(llama):.1f} to {max(llama):.1f} times as fast"],
         ["as plain decoding in CUDA graphs: LlamaGen-XL's sizes on an H100",
          "as plain decoding by `decoder_layers`: LlamaGen-B's and L's sizes on two CPU cores",
-         "as llama.cpp, a forward: the shipped model's and LlamaGen's sizes on two CPU cores"])
+         "as llama.cpp, per forward: the shipped model's and LlamaGen's sizes on two CPU cores"])
 
 
 README_OPS = [  # title, op, sizes, its name and that of the code beside it on an H100, and on a CPU

@@ -39,7 +39,8 @@ def commit_tokens(tokens: Tensor, counts: Tensor, node_tokens: Tensor, accepted_
     and if the status has INVALID_ROW, so that next_token is no draw, failed becomes True and counts becomes L.
 
     num_accepted is clamped to 0..P. A node that is not in the tree counts as the root. With SPECVIS_CHECK=1 in the
-    environment either, or an accepted root, is an error (StatusError). The drafts of a chain are its nodes 1 to P.
+    environment either, or an accepted root, is an error (StatusError). The drafts of a chain are its nodes 1 to P,
+    after the root: accepted_nodes is 1, 2, .., P in each row.
 
     Args:
         tokens:           written to: (B, C) int64     the images' tokens; C is at least L

@@ -135,7 +135,7 @@ def list_words(model: Path | None) -> None:
         click.echo(f"A prompt begins with a style: {', '.join(styles)}.\n"
                    f"specvis generate puts {styles[0]} before one that does not.")
     if model is None:
-        click.echo("Hearts, faces, flags and hands come out well, such as fluent-3d red heart or noto grinning face.\n"
-                   "Most objects do not.")
+        click.echo("Hearts, cat faces, pirate and chequered flags come out well. A face is often a different one from\n"
+                   "the prompt's, and most objects come out badly.")
     click.echo(f"{len(words):,} words:\n")
     click.echo(textwrap.fill(" ".join(map(printable, words)), 100, break_on_hyphens=False))
