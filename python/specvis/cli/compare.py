@@ -40,7 +40,7 @@ def windows_of(context, parameter, text: str | None) -> list[int]:
               "tokens), or continuous. The default ones have a row of PyTorch's own modules beside them.")
 @click.option("-n", "count", type=click.IntRange(1, options.MAX_COUNT),
               help="How many pictures a method. [default: one a prompt]")
-@click.option("--singles", type=click.IntRange(0), default=3,
+@click.option("--singles", type=click.IntRange(0), default=2,
               help="How many of the pictures are also decoded alone, for their seconds. Discrete tokens only.")
 @click.option("--temperature", "temperatures", multiple=True, type=float, show_default="1, or what the family says",
               help="May be repeated.")
