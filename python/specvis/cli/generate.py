@@ -185,15 +185,16 @@ def known_rows(known: str, pipeline: Pipeline, count: int) -> torch.Tensor:
         raise ValueError(f"known must be FILE:ROWS, with 1 to {grid - 1} of the {grid} rows of tokens, got {known}")
     try:
         if file.endswith(options.CODES):
-            codes = torch.from_numpy(np.load(file, allow_pickle=False).astype(np.int64, casting="safe"))
+            codes = torch.from_numpy(np.asarray(np.load(file, allow_pickle=False)).astype(np.int64, casting="safe"))
         else:
             picture = Image.open(file).convert("RGBA")
             picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB")
-            pixels = torch.from_numpy(np.array(ImageOps.fit(picture, (pipeline.side, pipeline.side))))
-            pixels = pixels.permute(2, 0, 1)[None].to(pipeline.device, pipeline.dtype) / 127.5 - 1
-            codes = pipeline.on_grid(pipeline.tokenizer.encode(pixels))
-    except Exception as error:  # a damaged file raises nearly any error
+    except (OSError, EOFError, SyntaxError, TypeError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"known must be a picture or a file of codes, got {file}: {first_line(error)}") from error
+    if not file.endswith(options.CODES):
+        pixels = torch.from_numpy(np.array(ImageOps.fit(picture, (pipeline.side, pipeline.side))))
+        codes = pipeline.on_grid(pipeline.tokenizer.encode(
+            pixels.permute(2, 0, 1)[None].to(pipeline.device, pipeline.dtype) / 127.5 - 1))
     if codes.shape[1:] != (grid, grid) or len(codes) not in (1, count):
         raise ValueError(f"known must have codes ({' or '.join(map(str, sorted({1, count})))}, {grid}, {grid}), "
                          f"got {tuple(codes.shape)} in {file}")
