@@ -40,7 +40,8 @@ __device__ void clear_children(const DraftFrontier& batch, unsigned r) {
 }
 
 template <class Entries>
-__global__ void __launch_bounds__(kMaxDraftThreads, 1) draft_frontier_kernel(DraftFrontier batch, int64_t capacity) {
+__global__ void __launch_bounds__(Entries::kMaxThreads, 1)
+    draft_frontier_kernel(DraftFrontier batch, int64_t capacity) {
   Team team;
   DYNAMIC_SHARED(RowShared, shared);
   const unsigned r = blockIdx.x / team.size(), F = static_cast<unsigned>(batch.rows.N), b = r / F;
@@ -76,7 +77,7 @@ cudaError_t draft_frontier_cuda(const DraftFrontier& batch, cudaStream_t stream)
   if (batch.rows.B == 0) return cudaSuccess;
   const int64_t B = batch.rows.B, F = batch.rows.N;
   const cudaError_t error =
-      launch_rows(draft_frontier_kernel<Held>, draft_frontier_kernel<Streamed>, batch, B * F, stream, kMaxDraftThreads);
+      launch_rows(draft_frontier_kernel<Held>, draft_frontier_kernel<Streamed>, batch, B * F, stream);
   if (error != cudaSuccess || F == 1) return error;
   LAUNCH(frontier_kernel, blocks_for(B), threads_for(F * batch.K, kThreads), 0, stream, batch);
   return cudaGetLastError();

@@ -4,15 +4,8 @@
 namespace specvis {
 namespace {
 
-// With clusters a block has half as many threads. For sm_100 the compiler needs more than 64 registers for each.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr unsigned kMaxThreads = kMaxRowThreads / 2;
-#else
-constexpr unsigned kMaxThreads = kMaxRowThreads;
-#endif
-
 template <class Entries>
-__global__ void __launch_bounds__(kMaxThreads, 1) draw_tokens_kernel(DrawTokens batch, int64_t capacity) {
+__global__ void __launch_bounds__(Entries::kMaxThreads, 1) draw_tokens_kernel(DrawTokens batch, int64_t capacity) {
   Team team;
   DYNAMIC_SHARED(RowShared, shared);
   const auto row = [&] { return static_cast<int64_t>(__shfl_sync(kAllLanes, blockIdx.x, 0) / team.size()); };

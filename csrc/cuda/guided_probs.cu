@@ -5,7 +5,7 @@ namespace specvis {
 namespace {
 
 template <class Entries>
-__global__ void __launch_bounds__(kMaxRowThreads) guided_probs_kernel(GuidedProbs batch, int64_t capacity) {
+__global__ void __launch_bounds__(Entries::kMaxThreads, 1) guided_probs_kernel(GuidedProbs batch, int64_t capacity) {
   Team team;
   DYNAMIC_SHARED(RowShared, shared);
   GuidedRow<Entries> row(team, shared, capacity, batch.rows, batch.first_row + blockIdx.x / team.size());

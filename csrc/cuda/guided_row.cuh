@@ -401,22 +401,21 @@ inline int64_t packs_of(const LogitRows& rows) {
 // RowShared.
 template <class Batch>
 cudaError_t launch_rows(void (*held)(Batch, int64_t), void (*streamed)(Batch, int64_t), const Batch& batch,
-                        int64_t teams, cudaStream_t stream, int64_t max_threads = kMaxRowThreads) {
+                        int64_t teams, cudaStream_t stream) {
   const LogitRows& rows = batch.rows;
   const int64_t packs = packs_of(rows);
 
   Device device;
   cudaError_t error = device_for(held, &device);
   if (error != cudaSuccess) return error;
-  const int64_t most_threads =
-      std::min<int64_t>(device.has_clusters ? kMaxRowThreads / 2 : kMaxRowThreads, max_threads);
+  const int64_t most_threads = device.has_clusters ? kMaxRowThreads / 2 : kMaxRowThreads;
   const int64_t most_blocks = device.has_clusters ? kMaxCluster : 1;
   const bool is_held = packs <= most_blocks * most_threads * kHeldPacks;
   if (!is_held) error = device_for(streamed, &device);
   if (error != cudaSuccess) return error;
 
-  // No block of a cluster has less than 128 threads with a pack.
-  const int64_t useful = packs / 128;
+  // No block of a cluster has less than 512 packs.
+  const int64_t useful = packs / 512;
   int64_t cluster = cluster_for(device, teams, useful < most_blocks ? useful : most_blocks);
   const int64_t base = offsetof(RowShared, copy);
   const auto of_thread = [&](int64_t threads) { return (packs + cluster * threads - 1) / (cluster * threads); };

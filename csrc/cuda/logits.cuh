@@ -10,13 +10,12 @@
 namespace specvis {
 namespace {
 
-constexpr int kBins = 2048;                                // bins of a histogram
-constexpr unsigned kMaxCandidates = 64;                    // entries of a bin that one warp looks at
-constexpr int kWide = 4;                                   // entries of a pack, which are loaded at once
-constexpr int kHeldPacks = 4;                              // how many a thread keeps in registers
-constexpr int kInFlight = 2;                               // how many it loads before it uses the first
-constexpr unsigned kMaxRowThreads = 1024;                  // in a block: a thread has 64 registers
-constexpr unsigned kMaxDraftThreads = kMaxRowThreads / 2;  // for kernels that do more with a row: a thread may have 128
+constexpr int kBins = 2048;                // bins of a histogram
+constexpr unsigned kMaxCandidates = 64;    // entries of a bin that one warp looks at
+constexpr int kWide = 4;                   // entries of a pack, which are loaded at once
+constexpr int kHeldPacks = 4;              // how many a thread keeps in registers
+constexpr int kInFlight = 2;               // how many it loads before it uses the first
+constexpr unsigned kMaxRowThreads = 1024;  // in a block: a thread has 64 registers. Of half as many, two blocks fit
 
 __device__ inline float of_bfloat16(unsigned bits) { return __uint_as_float(bits << 16); }
 __device__ inline float of_float16(unsigned bits) {
@@ -195,20 +194,24 @@ struct Packs {
 // The entries of a thread in registers: it has every threads()-th pack.
 class Held {
  public:
+  static constexpr unsigned kMaxThreads = kMaxRowThreads;
+
   __device__ Held(const Team& team, float4*, int64_t)
       : pack_(static_cast<int>(team.thread())), threads_(static_cast<int>(team.threads())) {}
 
   __device__ void read(const Packs& row, Extremes* extremes) {
     unsigned others = 0;
+    used_ = (row.count() + threads_ - 1) / threads_;
 #pragma unroll
     for (int start = 0; start < kHeldPacks; start += kInFlight) {
+      if (start >= used_) break;
       others |= row.read(at(start), threads_, extremes, [&](int p, const float (&x)[kWide]) {
 #pragma unroll
         for (int j = 0; j < kWide; ++j) x_[start + p][j] = x[j];
       }) << start;
     }
 #pragma unroll 1
-    for (int p = 0; p < kHeldPacks; ++p) {
+    for (int p = 0; p < used_; ++p) {
       if (!(others >> p & 1)) continue;
       float x[kWide] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
       if (at(p) < row.count()) row.read_any(at(p), x, extremes);
@@ -218,11 +221,12 @@ class Held {
 
   __device__ bool keeps_changes() const { return true; }
 
-  // Calls f(x) for every entry, also for -inf beyond the row.
+  // Calls f(x) for every entry, also for some of -inf beyond the row.
   template <class F>
   __device__ void for_each(const Packs&, F f) const {
 #pragma unroll
     for (int p = 0; p < kHeldPacks; ++p) {
+      if (p >= used_) break;
 #pragma unroll
       for (int j = 0; j < kWide; ++j) f(x_[p][j]);
     }
@@ -232,6 +236,7 @@ class Held {
   __device__ void change(const Packs&, F f) {
 #pragma unroll
     for (int p = 0; p < kHeldPacks; ++p) {
+      if (p >= used_) break;
 #pragma unroll
       for (int j = 0; j < kWide; ++j) x_[p][j] = f(x_[p][j]);
     }
@@ -256,7 +261,7 @@ class Held {
   template <class F>
   __device__ void change_in_turn(const Packs&, F f) {
 #pragma unroll 1
-    for (int p = 0; p < kHeldPacks; ++p) {
+    for (int p = 0; p < used_; ++p) {
       float x[kWide];
       get(p, x);
 #pragma unroll
@@ -269,7 +274,11 @@ class Held {
   __device__ void for_each_of(const Packs&, const IsWanted& is_wanted, F f) const {
     unsigned wanted = 0;
 #pragma unroll
-    for (int i = 0; i < kHeldPacks * kWide; ++i) wanted |= unsigned{is_wanted(x_[i / kWide][i % kWide])} << i;
+    for (int p = 0; p < kHeldPacks; ++p) {
+      if (p >= used_) break;
+#pragma unroll
+      for (int j = 0; j < kWide; ++j) wanted |= unsigned{is_wanted(x_[p][j])} << (p * kWide + j);
+    }
 #pragma unroll 1
     for (; wanted; wanted &= wanted - 1) {
       float one = x_[0][0];  // the first of them
@@ -300,11 +309,18 @@ class Held {
 
   float x_[kHeldPacks][kWide];
   int pack_, threads_;
+  int used_ = 0;  // of how many packs some thread of the team has one
 };
 
 // The same packs, in shared memory or read again each time. `capacity` is how many of a thread fit.
 class Streamed {
  public:
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000            // with 64 registers the compiler spills some
+  static constexpr unsigned kMaxThreads = kMaxRowThreads / 2;  // with clusters a block never has more
+#else
+  static constexpr unsigned kMaxThreads = kMaxRowThreads;
+#endif
+
   __device__ Streamed(const Team& team, float4* copy, int64_t capacity)
       : copy_(copy + threadIdx.x), capacity_(static_cast<int>(capacity)), pack_(static_cast<int>(team.thread())),
         threads_(static_cast<int>(team.threads())) {}

@@ -5,7 +5,8 @@ namespace specvis {
 namespace {
 
 template <class Entries>
-__global__ void __launch_bounds__(kMaxDraftThreads, 1) token_log_probs_kernel(TokenLogProbs batch, int64_t capacity) {
+__global__ void __launch_bounds__(Entries::kMaxThreads, 1)
+    token_log_probs_kernel(TokenLogProbs batch, int64_t capacity) {
   Team team;
   DYNAMIC_SHARED(RowShared, shared);
   const unsigned K = static_cast<unsigned>(batch.K), i = blockIdx.x / team.size(), b = i / K;
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(kMaxDraftThreads, 1) token_log_probs_kernel(To
 cudaError_t token_log_probs_cuda(const TokenLogProbs& batch, cudaStream_t stream) {
   if (batch.rows.B * batch.K == 0) return cudaSuccess;
   return launch_rows(token_log_probs_kernel<Held>, token_log_probs_kernel<Streamed>, batch, batch.rows.B * batch.K,
-                     stream, kMaxDraftThreads);
+                     stream);
 }
 
 }  // namespace specvis
