@@ -235,10 +235,15 @@ OPS = [  # title, op, its sizes after the batch
     ("`verify_tree`, LANTERN, k = 1000", "verify_tree", "60 16384 6 {'branch': 10" + LANTERN),
     ("`verify_tree`, draft rows", "verify_tree", "60 16384 6 {'branch': 6, 'drawn': True}"),
     ("`neighborhood_sum`, 60 rows, k = 1000", "neighborhood_sum", "16384 1000"),
+    ("`token_log_probs`, 17 pairs, 4 tokens", "token_log_probs", f"17 16384 4 bfloat16 True {IMAGE} None"),
+    ("`rotate_into_cache`, a layer", "rotate_into_cache",
+     "60 20 20 64 {'columns': 640, 'lengths': [576], 'dtype': torch.bfloat16}"),
     ("`swiglu`, 60 nodes of XL", "swiglu", "3584 bfloat16"),
     ("`rms_norm` with a residual", "rms_norm", "1280 bfloat16 True"),
 ]
 ROWS_OF_A_REQUEST = {"neighborhood_sum": 60, "swiglu": 120, "rms_norm": 120}  # what the sizes have in place of 1
+LATER = {"draft_frontier": "cuda", "draw_tokens": "cuda", "token_log_probs": "cuda", "rotate_into_cache": "triton",
+         "swiglu": "triton"}  # timed as they are now in the file of experiments
 OTHERS = {"triton": "", "two ops": "two ops ", "multinomial": "multinomial ", "index and put": "index and put ",
           "scatter": "scatters ", "Liger's": "Liger ", "flashinfer's": "flashinfer "}
 
@@ -247,6 +252,8 @@ def gpu_ops() -> str:
     """Microseconds of batches of 1 / 8 / 64. In bold what is faster than ours."""
     times = {(row["op"], row["shape"], row["backend"]): row["median_us"] for row in rows_of(f"{GPU}.json")
              if row["mode"] == "graph between"}
+    times |= {(row["op"], row["shape"], LATER[row["op"]]): row["us_changed_packs"]
+              for row in rows_of(f"{GPU}-experiments.json") if row.get("op") in LATER}
     lines = []
     for title, op, sizes in OPS:
         shapes = [f"{batch * ROWS_OF_A_REQUEST.get(op, 1)} {sizes}" for batch in (1, 8, 64)]

@@ -1,11 +1,12 @@
 """tree_attention in Triton: one program per row, head of keys and block of queries; a softmax that runs along the keys.
 
-It takes CHUNK columns at a time: first the cached columns, whose loads overlap with the tile before, then the nodes'
-columns, which the ancestors' bits make visible. The chunks' results are merged in order. If there are fewer rows and
-heads than multiprocessors, each chunk has a program of its own and a second kernel merges, with equal bits.
+It takes CHUNK columns at a time, in tiles that begin at multiples of their size: first those of cached columns, whose
+loads overlap with the tile before, then those with nodes' columns, which the ancestors' bits make visible. The chunks'
+results are merged in order. If there are fewer rows and heads than multiprocessors, each chunk has a program of its own
+and a second kernel merges, with equal bits.
 
-With `is_batch_invariant` queries have one tile for any number of nodes, and tiles of columns begin at multiples of
-their size, also amid the cached ones: a node after its parent has the bits that it has when its parent is cached.
+With `is_batch_invariant` queries have one tile for any number of nodes. Then a node after its parent has the bits that
+it has when its parent is cached.
 """
 import os
 
@@ -13,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._kernel import kernel
+from ._kernel import cdiv, kernel, next_power_of_2
 
 CHUNK = 128
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -72,7 +73,7 @@ def cached_of(t, num_columns, key_mask, mask_row, S):
     return is_cached
 
 
-@kernel("q", "k_cache", "v_cache", "out", "parts", "q_node", "q_head", "k_row", "k_column", "k_head", "v_row",
+@kernel("q", "k_cache", "v_cache", "out", "parts", "q_row", "q_node", "q_head", "k_row", "k_column", "k_head", "v_row",
         "v_column", "v_head", "D")
 def tree_attention_kernel(
         q,                                   # (R, N, H, D)
@@ -84,8 +85,7 @@ def tree_attention_kernel(
         parts, bests, totals,                # (chunks, R, N, H, D) and twice (chunks, R, N, H), to be merged
         q_row, q_node, q_head, k_row, k_column, k_head, v_row, v_column, v_head,  # strides
         R, B, N, T, S, W, D, scale, H: tl.constexpr, G: tl.constexpr, CHUNK: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr,
-        ALIGNED: tl.constexpr):
+        BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
     r = (tl.program_id(0) // (H // G)).to(tl.int64)
     h = tl.program_id(0) % (H // G)
     b = r % B
@@ -103,7 +103,8 @@ def tree_attention_kernel(
     v_cache += r * v_row + h * v_head
     num_columns, first_node, end = load_columns(lengths, b, T, W)
     end = tl.maximum(end, num_columns)
-    first_tile = first_node // BLOCK_T * BLOCK_T if ALIGNED else first_node  # the first tile with nodes' columns
+    first_tile = first_node // BLOCK_T * BLOCK_T  # the first with nodes' columns
+    t = tl.arange(0, BLOCK_T)
     chunk = tl.program_id(2) * CHUNK
     is_whole = tl.num_programs(2) == 1
     if not is_whole:
@@ -118,19 +119,17 @@ def tree_attention_kernel(
         attended = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for start in tl.range(chunk, tl.minimum(chunk + CHUNK, tl.minimum(num_columns, first_tile)), BLOCK_T,
                               num_stages=3):
-            is_cached = cached_of(start + tl.arange(0, BLOCK_T), num_columns, key_mask, r * S, S)
+            is_cached = cached_of(start + t, num_columns, key_mask, r * S, S)
             best, total, attended = attend_tile(
                 x, best, total, attended, k_cache, v_cache, r * 0 + start, is_cached, is_cached[None, :], k_column,
                 v_column, D, scale, BLOCK_T, BLOCK_D, WIDE)
         start = tl.maximum(chunk, first_tile)
         while start < tl.minimum(chunk + CHUNK, end):
-            column = start + tl.arange(0, BLOCK_T)
-            j = column - first_node
-            is_node = is_query[:, None] & ((j >= 0) & (column < end) & (column < chunk + CHUNK))[None, :]
+            j = start + t - first_node
+            is_node = is_query[:, None] & ((j >= 0) & (start + t < end))[None, :]
             words = tl.load(ancestors + (b * N + n[:, None]) * W + j[None, :] // 64, mask=is_node, other=0)
             is_seen = is_node & (((words >> (j & 63)[None, :]) & 1) != 0)
-            if ALIGNED:
-                is_seen = is_seen | cached_of(column, num_columns, key_mask, r * S, S)[None, :]
+            is_seen = is_seen | cached_of(start + t, num_columns, key_mask, r * S, S)[None, :]
             best, total, attended = attend_tile(
                 x, best, total, attended, k_cache, v_cache, r * 0 + start,
                 tl.max(is_seen.to(tl.int32), axis=0) > 0, is_seen, k_column, v_column, D, scale, BLOCK_T, BLOCK_D,
@@ -187,13 +186,13 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, key_mask, scale):
     out = torch.empty((R, N, H, D), dtype=q.dtype, device=q.device)
     if R > 0:
         G = H // Hkv
-        block_d = max(triton.next_power_of_2(D), 16)
+        block_d = max(next_power_of_2(D), 16)
         # Only three block sizes, since the number of queries changes from step to step.
         most, queries = 128 // q.element_size(), 32 if is_batch_invariant else N * G
         block_m = 16 if queries <= 16 else max(16, min(most, 2 * most * 32 // block_d, 32 if queries <= 32 else most))
         block_t = 16 if D % 16 != 0 else max(16, min(most, most * most // block_d))
-        grid = R * Hkv, triton.cdiv(N * G, block_m)
-        num_chunks = triton.cdiv(T, CHUNK) if grid[0] < num_multiprocessors(q.device) else 1
+        grid = R * Hkv, cdiv(N * G, block_m)
+        num_chunks = cdiv(T, CHUNK) if grid[0] < num_multiprocessors(q.device) else 1
         parts = bests = totals = torch.empty(1, dtype=torch.float32, device=q.device)
         if num_chunks > 1:
             parts = torch.empty((num_chunks, R, N, H, D), dtype=torch.float32, device=q.device)
@@ -204,10 +203,9 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, key_mask, scale):
             q, k_cache, v_cache, lengths, ancestors, None if key_mask is None else key_mask.view(torch.uint8), out,
             parts, bests, totals, *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], R, B, N, T,
             0 if key_mask is None else key_mask.shape[1], W, D, scale, H=H, G=G, CHUNK=CHUNK, BLOCK_M=block_m,
-            BLOCK_T=block_t, BLOCK_D=block_d, WIDE=wide, ALIGNED=is_batch_invariant, num_warps=num_warps,
-            enable_fp_fusion=False)
+            BLOCK_T=block_t, BLOCK_D=block_d, WIDE=wide, num_warps=num_warps, enable_fp_fusion=False)
         if num_chunks > 1:
-            merge_kernel[(R, triton.cdiv(N * H, 16))](
+            merge_kernel[(R, cdiv(N * H, 16))](
                 parts, bests, totals, lengths, out, R, B, N, T, W, D, H=H, CHUNK=CHUNK, BLOCK_M=16, BLOCK_D=block_d,
                 num_warps=4, enable_fp_fusion=False)
     return out

@@ -1,11 +1,11 @@
 """Every Triton kernel, at the benchmark's real sizes too, compiles for GPUs that are not here, AMD's among them.
 
-At the real sizes it does not spill registers on an H200. It is not compiled again in the middle of decoding, when the
-sizes change that change there. The interpreter, which runs the kernels in the other tests where there is no GPU,
-accepts more than the compiler, and cannot share a process with it: so this file is also a program,
-`python -m tests.slow.test_triton_compiles sm_90`. It prints what the kernels use. With `sm_90 decoding` it prints
-how often each would be compiled, and compiles none. With `sm_90 loops` it prints the variables that a loop assigns and
-forgets.
+At the real sizes it does not spill registers on an H200, and those of a forward load and store 16 bytes at once. It is
+not compiled again in the middle of decoding, when the sizes change that change there. The interpreter, which runs the
+kernels in the other tests where there is no GPU, accepts more than the compiler, and cannot share a process with it: so
+this file is also a program, `python -m tests.slow.test_triton_compiles sm_90`. It prints what the kernels use. With
+`sm_90 decoding` it prints how often each would be compiled, and compiles none. With `sm_90 loops` it prints the
+variables that a loop assigns and forgets.
 """
 import json
 import os
@@ -25,6 +25,11 @@ import benchmarks.ops
 
 # Triton's target, and the bytes of shared memory and the threads that a block may have there.
 GPUS = {"sm_90": (("cuda", 90, 32), 227 * 1024, 1024), "gfx942": (("hip", "gfx942", 64), 64 * 1024, 1024)}
+
+# Kernels of a forward, and what they may move beside 16 bytes: pairs of a rotation; positions, lengths and words of bits;
+# a part's largest score and sum.
+WIDE = {"rms_norm": set(), "rotate_into_cache": {"ld.v2.b32", "ld.b64"}, "swiglu": set(),
+        "tree_attention": {"ld.b64", "ld.b32", "st.b32"}}
 
 # Ops whose kernels are compiled more than once in a decoding, and how often at most.
 COMPILED_AGAIN = {"tree_attention": 3}  # for up to 16 queries, up to 32, and more
@@ -48,7 +53,11 @@ def test_every_kernel_compiles(gpu):
         release = tuple(map(int, version("triton").split(".")[:2]))
         most = 0 if release >= (3, 9) else 32  # 3.6 to 3.8 give a few kernels a stack of up to 32 bytes
         spilling = [row for row in kernels if row[3] > most and row[-1]]
-        assert not spilling, "[op, kernel, registers, bytes spilled, bytes shared, sizes, True: they are real]"
+        assert not spilling, "[op, kernel, registers, bytes spilled, bytes shared, moves, sizes, True: they are real]"
+        of_forward = [row for row in kernels if row[0] in WIDE and row[-1]]
+        assert {row[0] for row in of_forward} == {*WIDE}
+        narrow = [row for row in of_forward if {*row[5]} - {"ld.v4.b32", "st.v4.b32"} - WIDE[row[0]]]
+        assert not narrow
 
 
 @pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
@@ -77,6 +86,12 @@ def registers_and_stack(built):
             text = subprocess.check_output([nvidia.cuobjdump.path, "--dump-resource-usage", file.name], text=True)
         names = "REG:", "STACK:"
     return [int(re.search(name + r"(\d+)", text)[1]) for name in names]
+
+
+def moves(built):
+    """How a kernel for NVIDIA's GPUs loads and stores, but for copies to shared memory."""
+    found = re.findall(r"\b(ld|st)\.global(?:\.L1::\w+)*((?:\.v\d)?\.b\d+)", built.asm.get("ptx", ""))
+    return sorted({direction + width for direction, width in found})
 
 
 V, BATCHES, WINDOWS = 64, (1, 3), (1, 2, 16, 33)
@@ -137,9 +152,9 @@ CHANGING = {
 
 
 def at_odd_addresses(value):
-    """Move tensors that in decoding are a part of a larger one and start anywhere. Rows of V numbers and heads are
-    whole."""
-    if not isinstance(value, torch.Tensor) or value.ndim > 3 or value.shape[-1:] == (V,):
+    """Move tensors that in decoding are a part of a larger one and start anywhere. Rows of V numbers, heads and rotations
+    are whole."""
+    if not isinstance(value, torch.Tensor) or value.ndim > 3 or value.shape[-1:] in ((V,), (2,)):
         return value
     return torch.cat([value.new_zeros(1), value.flatten()])[1:].view(value.shape)
 
@@ -198,7 +213,8 @@ def main(gpu, which="all"):
             shared, threads = built.metadata.shared, built.metadata.num_warps * target.warp_size
             assert shared <= most_shared and threads <= most_threads, f"{shared} bytes shared, {threads} threads"
             sizes = " ".join(str(size) for size in case if type(size) is int)
-            row = op, kernel.__name__, *registers_and_stack(built), shared, sizes, case in real_cases(op)
+            row = (op, kernel.__name__, *registers_and_stack(built), shared, moves(built), sizes,
+                   case in real_cases(op))
             print(json.dumps(row), flush=True)
 
     def count_only(*, key, fn, compile, **_):
@@ -223,6 +239,8 @@ def main(gpu, which="all"):
         print_forgotten(lambda: op)
         make_ir, ASTSource.make_ir = ASTSource.make_ir, make_first_step
         JITFunction.run, knobs.compilation.always_compile = first_step_only, True
+    from specvis_kernels.triton import tree_attention
+    tree_attention.num_multiprocessors = lambda device: 132
     specvis_kernels._define.backends = lambda op, device: ["triton"]
     if which != "decoding":
         for op in benchmarks.ops.ROWS:
