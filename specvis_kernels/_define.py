@@ -13,8 +13,10 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -33,11 +35,19 @@ if torch._C._dispatch_has_kernel(f"{NAMESPACE}::tree_links"):
 _library = torch.library.Library(NAMESPACE, "DEF")
 _kernels: dict[str, dict[str, Callable]] = {}  # op name -> backend name -> kernel
 load_libraries()
+try:
+    from torch._C._dynamo.guards import TensorGuards  # compares tensors in C++, as torch.compile does
+except ImportError:
+    TensorGuards = None
+PLAIN = {bool, int, float, str, torch.dtype, type(None)}
 
 
 def define(name: str, *, oracle: Callable, meta: Callable, result: type | None = None, writes: tuple[str, ...] = (),
            strided: tuple[str, ...] = (), batch: str | None = "") -> Callable:
     """Register an op. Returns `call(backend, *args)`, which makes tensors contiguous and runs the op.
+
+    The public function, which has the op's name in the oracle's module, checks arguments and ends by this call. It then
+    checks once what it is given again: see `_checking_once`.
 
     The schema follows from the oracle's annotated arguments: `Tensor | None` becomes `Tensor?`, `int` a `SymInt`, and
     `torch.dtype` a `ScalarType`.
@@ -80,7 +90,59 @@ def define(name: str, *, oracle: Callable, meta: Callable, result: type | None =
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # inference only: no output asks for gradients
     torch.library.register_fake(op, lambda *args: meta(*(args[i] for i in meta_reads)), lib=_library)
     torch.library.register_vmap(op, batching_rule(op, batch, written), lib=_library)
+    if TensorGuards and not CHECKS:
+        oracle.__globals__[name] = _checking_once(oracle.__globals__[name])
     return _caller(op, kernels, result, dense)
+
+
+class _Recorder:
+    """Takes the place of a backend's name, and keeps what an op is called with."""
+    def __init__(self, backend: str | None):
+        self.backend, self.run, self.args, self.result = backend, None, (), None
+
+
+def _checking_once(function: Callable) -> Callable:
+    """`function`, an op's public one, whose checks and conversions are left out where they are known to change nothing:
+    in a third call with tensors of the same kinds, dtypes, devices, sizes and strides, and with the same numbers.
+    """
+    known = {}  # what is no tensor, and the first one's shape -> False: seen once; (): never known; how to call the op
+
+    @wraps(function)
+    def checked_once(*args, **kwargs):
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        values = (*args, *kwargs.values())
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        others = [value for value in values if not isinstance(value, Tensor)]
+        if not tensors or not PLAIN.issuperset(map(type, others)):
+            return function(*args, **kwargs)
+        key = (len(args), *kwargs, *map(type, values), *others, tensors[0].shape)
+        how = known.get(key)
+        if how:
+            guards, run, chosen, numbers = how
+            if guards.check(*tensors):
+                return run(*chosen((*tensors, *numbers)))
+        elif how is not False:
+            if how is None:
+                if len(known) >= 64:  # as where a number is another one each time
+                    known.clear()
+                known[key] = False
+            return function(*args, **kwargs)
+        recorder = _Recorder(kwargs.get("backend"))
+        result = function(*args, **{**kwargs, "backend": recorder})
+        place = {id(tensor): i for i, tensor in enumerate(tensors)}
+        numbers = [arg for arg in recorder.args if id(arg) not in place]
+        known[key] = ()
+        if (result is recorder.result and PLAIN.issuperset(map(type, numbers)) and len(place) == len(tensors)
+                and {Tensor, torch.nn.Parameter}.issuperset(map(type, tensors))):
+            others = iter(range(len(tensors), len(tensors) + len(numbers)))
+            chosen = itemgetter(*(place[id(arg)] if id(arg) in place else next(others) for arg in recorder.args))
+            guards = TensorGuards(*tensors, dynamic_dims_sizes=[[*tensor.shape] for tensor in tensors],
+                                  dynamic_dims_strides=[[*tensor.stride()] for tensor in tensors])
+            known[key] = guards, recorder.run, chosen, numbers
+        return result
+
+    return checked_once
 
 
 def _caller(op, kernels: dict[str, Callable], result: type | None, dense: list[int]) -> Callable:
@@ -94,15 +156,22 @@ def _caller(op, kernels: dict[str, Callable], result: type | None, dense: list[i
         with torch.no_grad():
             return kernels[backend](*args)
 
+    def run(backend, *args):
+        outputs = op(*args) if backend is None else forced(backend, args)
+        if has_status and checks(outputs[-1]):
+            check_status(outputs[-1], name)
+        return outputs if result is None else result(*outputs)
+
     def call(backend, *args):
         for i in dense:
             tensor = args[i]
             if tensor is not None and not tensor.is_contiguous():
                 args = *args[:i], tensor.contiguous(), *args[i + 1:]
-        outputs = op(*args) if backend is None else forced(backend, args)
-        if has_status and checks(outputs[-1]):
-            check_status(outputs[-1], name)
-        return outputs if result is None else result(*outputs)
+        if type(backend) is not _Recorder:
+            return run(backend, *args)
+        backend.run, backend.args = run, (backend.backend, *args)
+        backend.result = run(*backend.args)
+        return backend.result
 
     return call
 
@@ -113,12 +182,15 @@ def checks(output: Tensor) -> bool:
 
 
 def _triton_kernel(name: str) -> Callable:
-    def triton(*args):  # imported at the first call: Triton takes a second or two to import
-        kernel = getattr(import_module(f".triton.{name}", __package__), name)
+    @cache
+    def kernel():  # imported at the first call: Triton takes a second or two to import
+        return getattr(import_module(f".triton.{name}", __package__), name)
+
+    def triton(*args):
         args = [list(map(readable, a)) if isinstance(a, (list, tuple)) else readable(a) if isinstance(a, Tensor) else a
                 for a in args]
         with torch.cuda.device_of(next(a for a in args if isinstance(a, Tensor))):  # Triton launches on the current one
-            return kernel(*args)
+            return kernel()(*args)
 
     return triton
 

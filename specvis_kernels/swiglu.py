@@ -29,8 +29,9 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
     """
     check_rows("gate", gate, "F", FLOATS)
     check_rows("up", up, "F", gate.dtype, like=gate)
-    rows = (part.reshape(-1, part.shape[-1]) for part in (gate, up))
-    return _call(backend, *(part if part.stride(1) == 1 else part.contiguous() for part in rows)).view(gate.shape)
+    rows = (part if part.ndim == 2 else part.reshape(-1, part.shape[-1]) for part in (gate, up))
+    gated = _call(backend, *(part if part.stride(1) == 1 else part.contiguous() for part in rows))
+    return gated if gate.ndim == 2 else gated.view(gate.shape)
 
 
 def _oracle(gate: Tensor, up: Tensor):

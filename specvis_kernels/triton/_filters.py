@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ._kernel import next_power_of_2
 from ._keys import floats_of, keys_of
 from ._noise import exp
 
@@ -27,7 +28,7 @@ def tiles(V, share=1):
 
     share: 2 for a kernel that needs half of the registers for other things
     """
-    tile = min(max(4, triton.next_power_of_2(V)), MAX_TILE // share)
+    tile = min(max(4, next_power_of_2(V)), MAX_TILE // share)
     return {"TILE": tile, "BITS": MAX_BITS, "num_warps": min(16, max(4, tile // 128))}
 
 

@@ -5,6 +5,15 @@ import triton
 import triton.language as tl
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up: cdiv takes some microseconds of each call."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
 def kernel(*fixed):
     """As triton.jit, for a kernel that is compiled once for all values and addresses of its arguments, except `fixed`.
 

@@ -4,6 +4,8 @@ import os
 import triton
 import triton.language as tl
 
+from ._kernel import next_power_of_2
+
 FIXED_ONE = tl.constexpr(2.0 ** 42)
 FIXED_UNIT = tl.constexpr(2.0 ** -42)
 EMPTY_RESIDUAL = tl.constexpr(1)  # the status bits of specvis_kernels/status.py
@@ -19,7 +21,7 @@ MAX_BLOCK = {"V": 4096 if os.environ.get("TRITON_INTERPRET") == "1" else 2048, "
 
 def block(letter, size):
     """The block size for a dimension of this letter and size."""
-    return min(triton.next_power_of_2(size), MAX_BLOCK[letter])
+    return min(next_power_of_2(size), MAX_BLOCK[letter])
 
 
 @triton.jit

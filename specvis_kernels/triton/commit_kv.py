@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._kernel import kernel
+from ._kernel import cdiv, kernel, next_power_of_2
 
 
 @triton.jit
@@ -95,11 +95,11 @@ def commit_kv(caches, accepted_nodes, num_accepted, lengths, start, slots, row_d
         types = (torch.int64, torch.int32, torch.int16, torch.int8)
         wide = next(t for t in types if inner % t.itemsize == cache.data_ptr() % t.itemsize == 0)
         units = inner // wide.itemsize
-        block = min(triton.next_power_of_2(max(units, 1)), 1024)
+        block = min(next_power_of_2(max(units, 1)), 1024)
         num_lengths = B if i == 0 else 0
         programs = num_runs * (cache.numel() > 0) + num_lengths
         if programs > 0:
-            commit_kv_kernel[(programs, max(triton.cdiv(units, block), 1))](
+            commit_kv_kernel[(programs, max(cdiv(units, block), 1))](
                 cache.view(-1).view(wide), accepted_nodes, num_accepted, lengths, lengths if start is None else start,
                 slots, new_lengths, B, P, R, T, middle, shape[column_dim], units, programs - num_lengths,
                 BLOCK=block)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._kernel import kernel
+from ._kernel import cdiv, kernel, next_power_of_2
 from ._keys import NONE, entries_of, id_of
 from ._noise import GUMBEL_STREAM, gumbel_noise, log, to_gumbel
 from ._rows import FIXED_ONE, INVALID_ROW, block, draw_threshold, fill, load_mass
@@ -164,8 +164,8 @@ def draw_children_kernel(
 def sizes_of(V, K):
     """What a kernel that draws is compiled for: one size for up to 64 children, whatever their number."""
     size = max(block("V", V), 4)  # the noise comes by fours
-    return dict(BLOCK=size, BLOCKS=triton.next_power_of_2(triton.cdiv(V, size)),
-                BLOCK_K=max(triton.next_power_of_2(K), 64), num_warps=8, enable_fp_fusion=False)
+    return dict(BLOCK=size, BLOCKS=next_power_of_2(cdiv(V, size)),
+                BLOCK_K=max(next_power_of_2(K), 64), num_warps=8, enable_fp_fusion=False)
 
 
 def draw_children(draft_probs, uniforms, seeds, positions, K):

@@ -1,9 +1,8 @@
 """philox_uniforms in Triton: a program makes the words of some blocks of one position."""
 import torch
-import triton
 import triton.language as tl
 
-from ._kernel import kernel
+from ._kernel import cdiv, kernel
 
 
 @kernel()
@@ -27,6 +26,6 @@ def philox_uniforms(seeds, positions, n, stream, turn):
     B, L = positions.shape
     uniforms = positions.new_empty(B, L, n, dtype=torch.float32)
     if uniforms.numel() > 0:
-        philox_uniforms_kernel[(B * L, triton.cdiv(n, 128))](seeds, positions, uniforms, L, n, stream, turn, BLOCK=128,
-                                                             num_warps=1)
+        philox_uniforms_kernel[(B * L, cdiv(n, 128))](seeds, positions, uniforms, L, n, stream, turn, BLOCK=128,
+                                                      num_warps=1)
     return uniforms

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ._gaussian import LANES, add_lanes, distance_factor, exp64, is_finite, log_ratio_terms
-from ._kernel import kernel
+from ._kernel import kernel, next_power_of_2
 from ._rows import INVALID_ROW, OUT_OF_TRIES
 
 MAX_TRIES = 16  # how many tries a program reads together
@@ -98,10 +98,10 @@ def resample_gaussian(tokens, is_accepted, is_rejected, proposals, log_ratio, un
     out = torch.empty_like(tokens)
     num_tries, status = (uniforms.new_empty((B, G), dtype=torch.int32) for _ in range(2))
     if B > 0:
-        block = min(triton.next_power_of_2(M), MAX_TRIES)
+        block = min(next_power_of_2(M), MAX_TRIES)
         resample_gaussian_kernel[(B * G,)](
             tokens, is_accepted.view(torch.uint8), is_rejected.view(torch.uint8), proposals, log_ratio, uniforms,
             fallback, target_means, target_log_sigmas, draft_means, draft_log_sigmas, temperature, out, num_tries,
-            status, G, C, M, BLOCK=block, BLOCK_C=triton.next_power_of_2(C), num_warps=max(1, block // 4),
+            status, G, C, M, BLOCK=block, BLOCK_C=next_power_of_2(C), num_warps=max(1, block // 4),
             enable_fp_fusion=False)
     return out, num_tries, status

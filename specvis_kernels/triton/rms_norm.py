@@ -1,8 +1,7 @@
 """rms_norm in Triton: one program per row, which it reads once."""
-import triton
 import triton.language as tl
 
-from ._kernel import kernel
+from ._kernel import kernel, next_power_of_2
 from ._rounding import rounded
 
 
@@ -30,7 +29,7 @@ def rms_norm(x, weight, residual, eps):
     M, E = x.shape
     normed, stream = x.new_empty(M, E), x.new_empty(0) if residual is None else x.new_empty(M, E)
     if M > 0:
-        block = triton.next_power_of_2(E)
+        block = next_power_of_2(E)
         rms_norm_kernel[(M,)](x, weight, residual, normed, stream, E, eps, BLOCK=block,
                               num_warps=min(max(block // 256, 1), 16), enable_fp_fusion=False)
     return normed, stream

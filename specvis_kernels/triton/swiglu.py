@@ -1,8 +1,7 @@
 """swiglu in Triton: one program per block of a row's entries."""
-import triton
 import triton.language as tl
 
-from ._kernel import kernel
+from ._kernel import cdiv, kernel
 from ._noise import exp
 from ._rounding import rounded
 
@@ -24,6 +23,6 @@ def swiglu(gate, up):
     M, F = gate.shape
     gated = gate.new_empty(M, F)
     if M > 0:
-        swiglu_kernel[(M, triton.cdiv(F, BLOCK))](gate, up, gated, gate.stride(0), up.stride(0), F, BLOCK=BLOCK,
-                                                  num_warps=4, enable_fp_fusion=False)
+        swiglu_kernel[(M, cdiv(F, BLOCK))](gate, up, gated, gate.stride(0), up.stride(0), F, BLOCK=BLOCK,
+                                           num_warps=4, enable_fp_fusion=False)
     return gated

@@ -1,9 +1,8 @@
 """tree_links in Triton: one program per request; all nodes of a block walk up to the root side by side."""
 import torch
-import triton
 import triton.language as tl
 
-from ._kernel import kernel
+from ._kernel import cdiv, kernel
 from ._rows import INVALID_TREE
 
 
@@ -69,7 +68,7 @@ def tree_links_kernel(
 
 def tree_links(parents):
     B, N = parents.shape
-    W = triton.cdiv(N, 64)
+    W = cdiv(N, 64)
     ancestors = parents.new_empty((B, N, W), dtype=torch.int64)
     out = [parents.new_empty((B, N)) for _ in range(3)]
     status = parents.new_empty(B)

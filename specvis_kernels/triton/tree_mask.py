@@ -3,7 +3,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._kernel import kernel
+from ._kernel import cdiv, kernel
 
 
 @triton.jit
@@ -84,15 +84,15 @@ def packed_kernel(
 def tree_mask(ancestors, lengths, start, form, columns, dtype):
     B, N, W = ancestors.shape
     if form in ("packed", "packed_rows"):
-        row_bits = columns if form == "packed" else triton.cdiv(columns, 8) * 8
-        size = triton.cdiv(N * row_bits, 8)
+        row_bits = columns if form == "packed" else cdiv(columns, 8) * 8
+        size = cdiv(N * row_bits, 8)
         mask = ancestors.new_empty((B, size), dtype=torch.uint8)
         if B > 0:
-            packed_kernel[(triton.cdiv(size, 128), B)](ancestors, lengths, start, mask, N, W, columns, row_bits, size,
-                                                       BLOCK=128)
+            packed_kernel[(cdiv(size, 128), B)](ancestors, lengths, start, mask, N, W, columns, row_bits, size,
+                                                BLOCK=128)
         return mask if form == "packed" else mask.view(B, N, row_bits // 8)
     mask = ancestors.new_empty((B, N, columns), dtype=torch.uint8 if form == "bool" else dtype)
     if B > 0:
-        dense_kernel[(B * N, triton.cdiv(columns, 1024))](ancestors, lengths, start, mask, N, W, columns,
-                                                          ADDITIVE=form == "additive", BLOCK=1024)
+        dense_kernel[(B * N, cdiv(columns, 1024))](ancestors, lengths, start, mask, N, W, columns,
+                                                   ADDITIVE=form == "additive", BLOCK=1024)
     return mask.view(torch.bool) if form == "bool" else mask

@@ -48,7 +48,7 @@ CASES["decoder_layers"] = [
     (1, 33, 64, 2, 1, 48, 64, {"norm": False, "layers": 1}),
 ]
 # Of 16 bits; its own tests have the others. The cache is written to, and is an argument too.
-TOLERANCES["decoder_layers"] = dict.fromkeys((0, 1, 4, 5), (1e-2, 2e-2))
+TOLERANCES["decoder_layers"] = dict.fromkeys((0, 1, 4, 5), (1e-2, 3e-2))
 
 
 def decoder_layers(B, N, E, H, Hkv, D, ffn_dim, options=None):
