@@ -25,7 +25,7 @@ MINUTES ?= 10
 SEED ?= 0
 VERSION ?= 4.57.6
 SERVERS := $(VENV)/servers
-WHEELS := "from specvis_kernels.compat._versions import TESTED; \
+TESTED := "from specvis_kernels.compat._versions import TESTED; \
 	print(*(f'{server}=={TESTED[server][-1]}' for server in ('vllm', 'sglang')))"
 CLANG_FORMAT := $(VENV)/bin/clang-format csrc/*/*.* csrc/*/*/*.* tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.c*
 # Where this is set, every process compiles torch anew: twice the time of an import.
@@ -51,9 +51,9 @@ test-transformers: $(VENV)/installed  # what uses transformers, with its VERSION
 		tests/test_examples.py tests/test_documents.py tests/laws/test_docstrings.py \
 		-k "transformers or hosts or use_it or families"
 
-test-servers: $(VENV)/installed  # the plugins in the servers' own classes: tested wheels of vLLM and SGLang, 375 MB
+test-servers: $(VENV)/installed  # the plugins in the servers' own classes, 375 MB; WHEELS="vllm sglang": the newest
 	rm -rf $(SERVERS)
-	$(PIP) download -q --no-deps --only-binary :all: -d $(SERVERS)/wheels $$($(VENV)/bin/python -c $(WHEELS))
+	$(PIP) download -q --no-deps --only-binary :all: -d $(SERVERS)/wheels $(or $(WHEELS),$$($(VENV)/bin/python -c $(TESTED)))
 	for wheel in $(SERVERS)/wheels/*; do unzip -q $$wheel "*.py" "*.cuh" "*/METADATA" -d $(SERVERS) || exit 1; done
 	$(PIP) install -q --no-compile --no-deps --target $(SERVERS) dill msgspec
 	SPECVIS_UNPACKED=1 VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(SERVERS) $(PYTEST) --dist loadfile \

@@ -58,7 +58,15 @@ def poisoned_memory():
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch):
+def ops_of_layers(monkeypatch):
+    """Between products, a GPU's decoder_layers calls the ops by the dispatcher, and not Triton's kernels."""
+    from specvis_kernels.triton import decoder_layers as kernels
+    for op in ("rms_norm", "rotate_into_cache", "swiglu", "tree_attention"):
+        monkeypatch.setattr(kernels, op, getattr(torch.ops.specvis_kernels, op))
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch, ops_of_layers):
     """Models read their own weights as on a GPU: by PyTorch's products, and between them the ops' kernels for CPUs."""
     from specvis.models import layers, transformers
     from specvis_kernels import decoder_layers

@@ -236,7 +236,8 @@ def test_how_many_compilers_run_at_once(setup, monkeypatch, tmp_path):
 
 
 def test_every_kernel_stays_in_registers():
-    """Without a warning, for every GPU of the build. The build keeps what the compiler said beside each object."""
+    """Without a warning, for every GPU of the build, and with registers for two blocks where threads hold entries of
+    rows. The build keeps what the compiler said beside each object."""
     folder, spilling = cuda_build(), []
     for file in KERNELS:
         log = (folder / f"csrc/cuda/{file.name}.log").read_text()
@@ -244,7 +245,8 @@ def test_every_kernel_stays_in_registers():
         reports = log.split("Compiling entry function '")[1:]
         assert reports, log
         for report in reports:
-            if {*re.findall(r"(\d+) bytes (?:stack frame|spill stores)", report)} - {"0"}:
+            is_full = "4Held" in report and int(re.search(r"Used (\d+) registers", report)[1]) > 64
+            if is_full or {*re.findall(r"(\d+) bytes (?:stack frame|spill stores)", report)} - {"0"}:
                 spilling.append(report.partition("\n")[0])
     assert not spilling
 

@@ -2,8 +2,8 @@
 
 The functions have the names, arguments and outputs of the functions in sglang/kernels/ops/speculative/sampling.py and
 tree.py of SGLang 0.5.23 (before, of the package `sgl_kernel`). docs/use_it.md says which names SGLang calls them by.
-`python -m benchmarks.signatures --sglang FOLDER` says what has moved in another version. They write to the tensors that
-SGLang allocated and read nothing back to the host. `register` is the entry point by which SGLang finds them.
+They write to the tensors that SGLang allocated and read nothing back to the host. `register` is the entry point by
+which SGLang finds them.
 """
 import functools
 import os

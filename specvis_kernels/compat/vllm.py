@@ -2,10 +2,9 @@
 
 `rejection_sample` has the arguments and the result of the function of that name in vllm/v1/sample/rejection_sampler.py
 of vLLM 0.33.0. `probabilistic_rejection_sample` has the arguments and the result of `rejection_sample` in
-vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py. `python -m benchmarks.signatures --vllm FOLDER` says what has
-moved in another version. Neither of the two imports vLLM or reads anything back to the host, so logits of NaN raise
-nothing (docs/use_it.md). Both keep the target's distribution, except by FLy's rule. `register` is the entry point by
-which vLLM finds them; `JacobiProposer` makes drafts of the target's own draws.
+vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py. Neither of the two imports vLLM or reads anything back to the
+host, so logits of NaN raise nothing (docs/use_it.md). Both keep the target's distribution, except by FLy's rule.
+`register` is the entry point by which vLLM finds them; `JacobiProposer` makes drafts of the target's own draws.
 """
 import functools
 import os

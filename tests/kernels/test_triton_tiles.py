@@ -49,8 +49,8 @@ def test_chunks_that_have_programs_of_their_own_give_the_same_bits(monkeypatch):
 
 
 def test_batch_invariant_a_chain_has_the_bits_of_its_nodes_one_by_one(monkeypatch):
-    """Each node alone, after its ancestors are cached, as plain decoding does. Otherwise tiles of queries differ, which a
-    GPU adds in orders of their own, and the interpreter does not."""
+    """Each node alone, after its ancestors are cached, as plain decoding does. Otherwise tiles of queries differ: a GPU
+    adds them in orders of their own, and the interpreter does not."""
     kernels, tiles = importlib.import_module("specvis_kernels.triton.tree_attention"), set()
     (q, *cache, lengths, _), kwargs = cases.tree_attention(1, 20, 2, 1, 32, {"columns": 160, "lengths": [115],
                                                                            "mask": True})

@@ -5,7 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from specvis_kernels import DecoderLayer, pack_layers
-from specvis_kernels.triton import decoder_layers as kernels
+from specvis_kernels.triton.decoder_layers import decoder_layers
 
 
 class Launches(TorchDispatchMode):
@@ -33,12 +33,10 @@ SHAPES = {"XL": (20, 20, 64, 1280, 3584, False, False), "Emu3": (32, 8, 128, 409
 
 @pytest.mark.parametrize("model", SHAPES)
 @torch.inference_mode()
-def test_launches_of_a_layer(model, monkeypatch):
+def test_launches_of_a_layer(model, ops_of_layers):
     """Four products, two norms, a rotation, the gate, and attention, whose parts a second kernel merges for few rows.
     What two layers launch and one does not is a layer's."""
     H, G, D, E, F, has_more, has_out_norms = SHAPES[model]
-    for op in ("rms_norm", "rotate_into_cache", "swiglu", "tree_attention"):  # these have shapes for the device meta
-        monkeypatch.setattr(kernels, op, getattr(torch.ops.specvis_kernels, op))
 
     def launches(number):
         q, (qkv, kv) = torch.empty(2, 17, E), ((H + 2 * G) * D, 700)
@@ -49,7 +47,7 @@ def test_launches_of_a_layer(model, monkeypatch):
             (qkv, E), (E, H * D), (F, E), (F, E), (E, F), (E,), (E,))), *more)] * number, torch.empty(E), heads=H)
         cache, integers = torch.empty(number, 2, kv, 2, G, D), torch.empty(1, 17, dtype=torch.int64)
         with Launches() as counted:
-            kernels.decoder_layers(q, *layers[:3], cache, integers[0, :1], integers[..., None], integers,
+            decoder_layers(q, *layers[:3], cache, integers[0, :1], integers[..., None], integers,
                            torch.empty(kv, D // 2, 2), torch.empty(2, 120, dtype=torch.bool), *layers[3:5], 0,
                            *layers[5:])
         return counted.names

@@ -26,10 +26,10 @@ import benchmarks.ops
 # Triton's target, and the bytes of shared memory and the threads that a block may have there.
 GPUS = {"sm_90": (("cuda", 90, 32), 227 * 1024, 1024), "gfx942": (("hip", "gfx942", 64), 64 * 1024, 1024)}
 
-# Kernels of a forward, and what they may move beside 16 bytes: pairs of a rotation; positions, lengths and words of bits;
-# a part's largest score and sum.
-WIDE = {"rms_norm": set(), "rotate_into_cache": {"ld.v2.b32", "ld.b64"}, "swiglu": set(),
-        "tree_attention": {"ld.b64", "ld.b32", "st.b32"}}
+# Kernels of a forward, and what they may move beside 16 bytes: a rotation; positions, lengths, words of bits; of a part
+# of the columns the largest score and the sum.
+FORWARD = {"rms_norm_kernel": set(), "rotate_into_cache_kernel": {"ld.v2.b32", "ld.b64"}, "swiglu_kernel": set(),
+           "tree_attention_kernel": {"ld.b64", "st.b32"}, "merge_kernel": {"ld.b64"}}
 
 # Ops whose kernels are compiled more than once in a decoding, and how often at most.
 COMPILED_AGAIN = {"tree_attention": 3}  # for up to 16 queries, up to 32, and more
@@ -53,11 +53,10 @@ def test_every_kernel_compiles(gpu):
         release = tuple(map(int, version("triton").split(".")[:2]))
         most = 0 if release >= (3, 9) else 32  # 3.6 to 3.8 give a few kernels a stack of up to 32 bytes
         spilling = [row for row in kernels if row[3] > most and row[-1]]
-        assert not spilling, "[op, kernel, registers, bytes spilled, bytes shared, moves, sizes, True: they are real]"
-        of_forward = [row for row in kernels if row[0] in WIDE and row[-1]]
-        assert {row[0] for row in of_forward} == {*WIDE}
-        narrow = [row for row in of_forward if {*row[5]} - {"ld.v4.b32", "st.v4.b32"} - WIDE[row[0]]]
-        assert not narrow
+        assert not spilling, "[op, kernel, registers, bytes spilled, bytes shared, moves, sizes, whether they are real]"
+        forward = [row for row in kernels if row[1] in FORWARD and row[-1]]
+        assert {row[1] for row in forward} == {*FORWARD}
+        assert not [row for row in forward if {*row[5]} - {"ld.v4.b32", "st.v4.b32"} - FORWARD[row[1]]]
 
 
 @pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
@@ -152,8 +151,8 @@ CHANGING = {
 
 
 def at_odd_addresses(value):
-    """Move tensors that in decoding are a part of a larger one and start anywhere. Rows of V numbers, heads and rotations
-    are whole."""
+    """Move tensors that in decoding are a part of a larger one and start anywhere. Rows of V numbers, heads and
+    rotations are whole."""
     if not isinstance(value, torch.Tensor) or value.ndim > 3 or value.shape[-1:] in ((V,), (2,)):
         return value
     return torch.cat([value.new_zeros(1), value.flatten()])[1:].view(value.shape)
