@@ -227,7 +227,7 @@ def check_rows(name: str, rows: Tensor, letter: str, dtype: torch.dtype | tuple,
     if not isinstance(rows, Tensor) or rows.ndim < 1 or rows.shape[-1] < 1:
         got = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
         raise ValueError(f"{name} must be a tensor (.., {letter}) with {letter} >= 1, got {got}")
-    if rows.dtype is dtype and rows.shape == like.shape and rows.device == like.device:
+    if like is not None and rows.dtype is dtype and rows.shape == like.shape and rows.device == like.device:
         return
     *others, last = (rows if like is None else like).shape
     check(name, rows, dtype, like, **dict(zip(ascii_lowercase, others)), **{letter: last})

@@ -39,15 +39,12 @@ try:
     from torch._C._dynamo.guards import TensorGuards  # compares tensors in C++, as torch.compile does
 except ImportError:
     TensorGuards = None
-PLAIN = {bool, int, float, str, torch.dtype, type(None)}
+PLAIN, DENSE = {bool, int, float, str, torch.dtype, type(None)}, {Tensor, torch.nn.Parameter}
 
 
 def define(name: str, *, oracle: Callable, meta: Callable, result: type | None = None, writes: tuple[str, ...] = (),
            strided: tuple[str, ...] = (), batch: str | None = "") -> Callable:
     """Register an op. Returns `call(backend, *args)`, which makes tensors contiguous and runs the op.
-
-    The public function, which has the op's name in the oracle's module, checks arguments and ends by this call. It then
-    checks once what it is given again: see `_checking_once`.
 
     The schema follows from the oracle's annotated arguments: `Tensor | None` becomes `Tensor?`, `int` a `SymInt`, and
     `torch.dtype` a `ScalarType`.
@@ -90,59 +87,63 @@ def define(name: str, *, oracle: Callable, meta: Callable, result: type | None =
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # inference only: no output asks for gradients
     torch.library.register_fake(op, lambda *args: meta(*(args[i] for i in meta_reads)), lib=_library)
     torch.library.register_vmap(op, batching_rule(op, batch, written), lib=_library)
-    if TensorGuards and not CHECKS:
-        oracle.__globals__[name] = _checking_once(oracle.__globals__[name])
     return _caller(op, kernels, result, dense)
 
 
 class _Recorder:
     """Takes the place of a backend's name, and keeps what an op is called with."""
     def __init__(self, backend: str | None):
-        self.backend, self.run, self.args, self.result = backend, None, (), None
+        self.backend, self.call, self.args, self.result = backend, None, (), None
 
 
-def _checking_once(function: Callable) -> Callable:
-    """`function`, an op's public one, whose checks and conversions are left out where they are known to change nothing:
-    in a third call with tensors of the same kinds, dtypes, devices, sizes and strides, and with the same numbers.
+def checked_once(function: Callable) -> Callable:
+    """Decorate an op's public function, which checks its arguments, may convert some, and returns what `call` returns.
+
+    From the third call on with like tensors (in type, dtype, device, sizes, strides) and equal numbers, checks and
+    conversions are left out if they changed nothing. So these must read no values, but where SPECVIS_CHECK=1, which
+    turns this off.
     """
-    known = {}  # what is no tensor, and the first one's shape -> False: seen once; (): never known; how to call the op
+    if TensorGuards is None or CHECKS:
+        return function
+    known = {}  # what is no tensor, and the first one's shape -> after the first call, up to four ways to call the op
 
     @wraps(function)
-    def checked_once(*args, **kwargs):
-        if torch.compiler.is_compiling():
+    def call_again(*args, **kwargs):
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state():
             return function(*args, **kwargs)
         values = (*args, *kwargs.values())
         tensors = [value for value in values if isinstance(value, Tensor)]
         others = [value for value in values if not isinstance(value, Tensor)]
-        if not tensors or not PLAIN.issuperset(map(type, others)):
+        if (not tensors or not PLAIN.issuperset(map(type, others)) or not DENSE.issuperset(map(type, tensors))
+                or tensors[0].is_nested):
             return function(*args, **kwargs)
         key = (len(args), *kwargs, *map(type, values), *others, tensors[0].shape)
-        how = known.get(key)
-        if how:
-            guards, run, chosen, numbers = how
-            if guards.check(*tensors):
-                return run(*chosen((*tensors, *numbers)))
-        elif how is not False:
-            if how is None:
-                if len(known) >= 64:  # as where a number is another one each time
-                    known.clear()
-                known[key] = False
+        ways = known.get(key)
+        if ways is None:
+            if len(known) >= 64:  # as where a number is another one each time
+                known.clear()
+            known[key] = []
+            return function(*args, **kwargs)
+        for guards, call, chosen, numbers in ways:
+            if guards and guards.check(*tensors):
+                return call(*chosen((*tensors, *numbers)))
+        if len(ways) == 4:
             return function(*args, **kwargs)
         recorder = _Recorder(kwargs.get("backend"))
         result = function(*args, **{**kwargs, "backend": recorder})
         place = {id(tensor): i for i, tensor in enumerate(tensors)}
         numbers = [arg for arg in recorder.args if id(arg) not in place]
-        known[key] = ()
-        if (result is recorder.result and PLAIN.issuperset(map(type, numbers)) and len(place) == len(tensors)
-                and {Tensor, torch.nn.Parameter}.issuperset(map(type, tensors))):
-            others = iter(range(len(tensors), len(tensors) + len(numbers)))
-            chosen = itemgetter(*(place[id(arg)] if id(arg) in place else next(others) for arg in recorder.args))
-            guards = TensorGuards(*tensors, dynamic_dims_sizes=[[*tensor.shape] for tensor in tensors],
-                                  dynamic_dims_strides=[[*tensor.stride()] for tensor in tensors])
-            known[key] = guards, recorder.run, chosen, numbers
+        if result is not recorder.result or not PLAIN.issuperset(map(type, numbers)) or len(place) < len(tensors):
+            ways.append((None, None, None, None))
+            return result
+        others = iter(range(len(tensors), len(tensors) + len(numbers)))
+        chosen = itemgetter(*(place[id(arg)] if id(arg) in place else next(others) for arg in recorder.args))
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=[[*tensor.shape] for tensor in tensors],
+                              dynamic_dims_strides=[[*tensor.stride()] for tensor in tensors])
+        ways.append((guards, recorder.call, chosen, numbers))
         return result
 
-    return checked_once
+    return call_again
 
 
 def _caller(op, kernels: dict[str, Callable], result: type | None, dense: list[int]) -> Callable:
@@ -156,22 +157,19 @@ def _caller(op, kernels: dict[str, Callable], result: type | None, dense: list[i
         with torch.no_grad():
             return kernels[backend](*args)
 
-    def run(backend, *args):
-        outputs = op(*args) if backend is None else forced(backend, args)
-        if has_status and checks(outputs[-1]):
-            check_status(outputs[-1], name)
-        return outputs if result is None else result(*outputs)
-
     def call(backend, *args):
+        if type(backend) is _Recorder:
+            backend.call, backend.args = call, (backend.backend, *args)
+            backend.result = call(*backend.args)
+            return backend.result
         for i in dense:
             tensor = args[i]
             if tensor is not None and not tensor.is_contiguous():
                 args = *args[:i], tensor.contiguous(), *args[i + 1:]
-        if type(backend) is not _Recorder:
-            return run(backend, *args)
-        backend.run, backend.args = run, (backend.backend, *args)
-        backend.result = run(*backend.args)
-        return backend.result
+        outputs = op(*args) if backend is None else forced(backend, args)
+        if has_status and checks(outputs[-1]):
+            check_status(outputs[-1], name)
+        return outputs if result is None else result(*outputs)
 
     return call
 

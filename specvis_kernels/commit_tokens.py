@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ._checks import check, check_dims, check_together, integers
-from ._define import checks, define
+from ._define import checked_once, checks, define
 from .status import INVALID_ROW, check_requests
 
 
@@ -16,6 +16,7 @@ class CommitTokensResult(NamedTuple):
     num_new: Tensor     # (B,)       int64
 
 
+@checked_once
 def commit_tokens(tokens: Tensor, counts: Tensor, node_tokens: Tensor, accepted_nodes: Tensor, num_accepted: Tensor,
                   next_token: Tensor, *, failed: Tensor | None = None, target_forwards: Tensor | None = None,
                   num_accepted_at: Tensor | None = None, num_drafted_at: Tensor | None = None,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ._candidate import Candidate, check_relaxation, is_undefined, kept_neighbors, residual_mass
 from ._checks import check, check_dims, integers, setting
-from ._define import define
+from ._define import checked_once, define
 from ._numbers import draw, to_fixed_point
 from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE
 
@@ -19,6 +19,7 @@ class CoupleTokensResult(NamedTuple):
     status: Tensor     # (B, W) int32
 
 
+@checked_once
 def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uniforms: Tensor, *,
                   omega: Tensor | float | None = None, neighbors: Tensor | None = None,
                   delta: Tensor | float | None = None, cutoff: str = "tvd", offset: int = 0,

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ._checks import Seeds
-from ._define import define
+from ._define import checked_once, define
 from ._filters import check_filters, check_logits, check_settings
 from .draw_children import _oracle as draw_children
 from .draw_children import check_draws
@@ -19,6 +19,7 @@ class DraftChildrenResult(NamedTuple):
     status: Tensor  # (B, F)    int32
 
 
+@checked_once
 def draft_children(logits: Tensor, uncond: Tensor | None, uniforms: Tensor | None, guidance: Tensor | float | None,
                    temperature: Tensor | float, top_k: Tensor | int | None, top_p: Tensor | float | None, *,
                    min_p: Tensor | float | None = None, seeds: Seeds | None = None, positions: Tensor | None = None,

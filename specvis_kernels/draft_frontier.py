@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ._checks import MOST, check, check_count, check_dims, for_each, integers
-from ._define import define
+from ._define import checked_once, define
 from ._filters import check_filters, check_logits, check_settings
 from .expand_tree import _oracle as expand_tree
 from .guided_probs import _oracle as guided_probs
@@ -23,6 +23,7 @@ class DraftFrontierResult(NamedTuple):
     status: Tensor         # (B, F)     int32
 
 
+@checked_once
 def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancestors: Tensor, candidates: Tensor,
                    width: Tensor, depth: Tensor, guidance: Tensor | float | None, temperature: Tensor | float,
                    top_k: Tensor | int | None, top_p: Tensor | float | None, *, num_children: int, level: int,

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ._checks import Seeds, check_count, check_seeds, integers
-from ._define import define
+from ._define import checked_once, define
 from ._filters import check_filters, check_logits, check_settings, filter_logits, range_of_nodes
 from .noise import gumbel_noise
 from .status import INVALID_ROW
@@ -18,6 +18,7 @@ class DrawTokensResult(NamedTuple):
     status: Tensor        # (B, N) int32
 
 
+@checked_once
 def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float | None, temperature: Tensor | float,
                 top_k: Tensor | int | None, top_p: Tensor | float | None, seeds: Seeds, positions: Tensor, *,
                 min_p: Tensor | float | None = None, id_range: Tensor | tuple[int, int] | None = None,

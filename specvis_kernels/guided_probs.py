@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._define import define
+from ._define import checked_once, define
 from ._filters import MASS_ONE, check_filters, check_logits, check_settings, filter_logits, range_of_nodes, to_mass
 from ._numbers import exp
 from .status import INVALID_ROW
@@ -15,6 +15,7 @@ class GuidedProbsResult(NamedTuple):
     status: Tensor  # (B, N)    int32
 
 
+@checked_once
 def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float | None, temperature: Tensor | float,
                  top_k: Tensor | int | None, top_p: Tensor | float | None, *,
                  min_p: Tensor | float | None = None, id_range: Tensor | tuple[int, int] | None = None,

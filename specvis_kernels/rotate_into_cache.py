@@ -3,9 +3,10 @@ import torch
 from torch import Tensor
 
 from ._checks import FLOATS, check, check_count, check_dims, check_eps, integers
-from ._define import define
+from ._define import checked_once, define
 
 
+@checked_once
 def rotate_into_cache(qkv: Tensor, kv_cache: Tensor, lengths: Tensor, positions: Tensor, rotations: Tensor, *,
                       first_node: int = 0, rotates_halves: bool = False,
                       head_norms: tuple[Tensor, Tensor] | None = None, head_eps: float = 1e-5,

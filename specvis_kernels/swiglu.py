@@ -2,10 +2,11 @@
 from torch import Tensor
 
 from ._checks import FLOATS, check_rows
-from ._define import define
+from ._define import checked_once, define
 from ._numbers import exp
 
 
+@checked_once
 def swiglu(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
     """Compute silu(gate) * up (SwiGLU, arXiv:2002.05202), with silu(g) = g / (1 + exp(-g)).
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_dims, integers
-from ._define import define
+from ._define import checked_once, define
 from ._filters import MASS_ONE, check_filters, check_logits, check_settings, filter_logits, range_of_nodes, to_mass
 from ._numbers import exp, log
 from .status import INVALID_ROW
@@ -17,6 +17,7 @@ class TokenLogProbsResult(NamedTuple):
     status: Tensor   # (B, K) int32
 
 
+@checked_once
 def token_log_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float | None,
                     temperature: Tensor | float, top_k: Tensor | int | None, top_p: Tensor | float | None,
                     tokens: Tensor, *, min_p: Tensor | float | None = None, rows: Tensor | None = None,

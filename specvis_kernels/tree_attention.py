@@ -3,9 +3,10 @@ import torch
 from torch import Tensor
 
 from ._checks import FLOATS, check, check_dims, for_each, integers
-from ._define import define
+from ._define import checked_once, define
 
 
+@checked_once
 def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, ancestors: Tensor, *,
                    key_mask: Tensor | None = None, scale: float | None = None,
                    backend: str | None = None) -> Tensor:

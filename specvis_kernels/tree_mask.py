@@ -3,13 +3,14 @@ import torch
 from torch import Tensor
 
 from ._checks import check, check_count, check_dims, check_one_of, for_each, integers
-from ._define import checks, define
+from ._define import checked_once, checks, define
 from .status import check_requests
 
 FORMS = ("bool", "additive", "packed", "packed_rows")
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+@checked_once
 def tree_mask(ancestors: Tensor, lengths: Tensor | None = None, *, start: Tensor | None = None, form: str = "bool",
               columns: int | None = None, dtype: torch.dtype | str = torch.float32,
               backend: str | None = None) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ._candidate import Candidate, residual_mass
 from ._checks import INTEGERS, check, check_count, check_dims, check_one_of, integers, setting
-from ._define import checks, define
+from ._define import checked_once, checks, define
 from ._numbers import FIXED_ONE, draw, log, to_fixed_point
 from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_TREE, StatusError
 from .verify_tree import Rule, check_rule, verify_nodes
@@ -22,6 +22,7 @@ class VerifyChainResult(NamedTuple):
     status: Tensor        # (B,) int32
 
 
+@checked_once
 def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens: Tensor, uniforms: Tensor, *,
                  bonus_tokens: Tensor | None = None, draft_probs: Tensor | None = None,
                  neighbors: Tensor | None = None, delta: Tensor | float | None = None, cutoff: str = "tvd",

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from ._checks import Seeds, check, check_seeds, check_together, check_tree, integers
-from ._define import define
+from ._define import checked_once, define
 from ._filters import check_filters, check_logits, check_settings, range_of_nodes
 from .draw_tokens import _oracle as draw_tokens_oracle
 from .guided_probs import _oracle as guided_probs_oracle
@@ -12,6 +12,7 @@ from .verify_greedy import _oracle as verify_greedy_oracle
 from .verify_tree import Rule, VerifyResult, check_rule, verify_rows
 
 
+@checked_once
 def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_child: Tensor, next_sibling: Tensor,
                   uniforms: Tensor | None, guidance: Tensor | float | None, temperature: Tensor | float,
                   top_k: Tensor | int | None, top_p: Tensor | float | None, *, min_p: Tensor | float | None = None,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ._candidate import EMPTY, Candidate, check_relaxation, is_undefined, kept_neighbors, residual_mass
 from ._checks import check, check_dims, check_one_of, check_together, check_tree, integers, setting
-from ._define import define
+from ._define import checked_once, define
 from ._numbers import draw, to_fixed_point, uniform_mass
 from .neighborhood_sum import neighbor_prefix
 from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE
@@ -20,6 +20,7 @@ class VerifyResult(NamedTuple):
     status: Tensor          # (B,)   int32
 
 
+@checked_once
 def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_sibling: Tensor,
                 uniforms: Tensor, *, max_depth: int | None = None, draft_probs: Tensor | None = None,
                 draft_row: Tensor | None = None, neighbors: Tensor | None = None, delta: Tensor | float | None = None,

@@ -6,11 +6,12 @@ import triton.language as tl
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up: cdiv takes some microseconds of each call."""
+    """a / b, rounded up. Triton's own function takes some microseconds of each call."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
+    """The least one that is not below n >= 1."""
     return 1 << (n - 1).bit_length()
 
 
