@@ -13,7 +13,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, lru_cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from operator import itemgetter
@@ -96,6 +96,13 @@ class _Recorder:
         self.backend, self.call, self.args, self.result = backend, None, (), None
 
 
+@lru_cache(256)
+def _places(types: tuple[type, ...]) -> tuple[list[int], list[int]]:
+    """Where tensors and numbers are among values of these types; nowhere, if there is something else."""
+    tensors, others = ([i for i, kind in enumerate(types) if kind in kinds] for kinds in (DENSE, PLAIN))
+    return (tensors, others) if len(tensors) + len(others) == len(types) else ([], [])
+
+
 def checked_once(function: Callable) -> Callable:
     """Decorate an op's public function, which checks its arguments, may convert some, and returns what `call` returns.
 
@@ -112,12 +119,12 @@ def checked_once(function: Callable) -> Callable:
         if torch.compiler.is_compiling() or torch._C._get_tracing_state():
             return function(*args, **kwargs)
         values = (*args, *kwargs.values())
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        others = [value for value in values if not isinstance(value, Tensor)]
-        if (not tensors or not PLAIN.issuperset(map(type, others)) or not DENSE.issuperset(map(type, tensors))
-                or tensors[0].is_nested):
+        types = (*map(type, values),)
+        of_tensors, of_others = _places(types)
+        tensors = [values[i] for i in of_tensors]
+        if not tensors or tensors[0].is_nested:
             return function(*args, **kwargs)
-        key = (len(args), *kwargs, *map(type, values), *others, tensors[0].shape)
+        key = (types, len(args), *kwargs, *[values[i] for i in of_others], tensors[0].shape)
         ways = known.get(key)
         if ways is None:
             if len(known) >= 64:  # as where a number is another one each time

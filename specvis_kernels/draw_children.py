@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ._checks import Seeds, check, check_count, check_dims, check_seeds, integers
-from ._define import checked_once, define
+from ._define import define
 from ._numbers import draw, log, to_fixed_point
 from .noise import gumbel_noise
 from .status import INVALID_ROW
@@ -17,7 +17,6 @@ class DrawChildrenResult(NamedTuple):
     status: Tensor        # (B, F)    int32
 
 
-@checked_once
 def draw_children(draft_probs: Tensor, uniforms: Tensor | None = None, *, seeds: Seeds | None = None,
                   positions: Tensor | None = None, num_children: int | None = None,
                   backend: str | None = None) -> DrawChildrenResult:

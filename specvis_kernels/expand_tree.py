@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ._checks import MOST, check, check_count, check_dims, integers
-from ._define import checked_once, define
+from ._define import define
 from ._numbers import to_fixed_point
 from .status import INVALID_ROW
 
@@ -18,7 +18,6 @@ class ExpandTreeResult(NamedTuple):
     status: Tensor    # (B, F)    int32
 
 
-@checked_once
 def expand_tree(draft_probs: Tensor, scores: Tensor, width: Tensor, *, num_children: int,
                 backend: str | None = None) -> ExpandTreeResult:
     """Draft the children of a level of nodes, and choose which of these children are the next level.

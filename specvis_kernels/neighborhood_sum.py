@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check, check_dims, check_one_of, integers, setting, to_integer
-from ._define import checked_once, define
+from ._define import define
 from ._numbers import FIXED_BITS, FIXED_ONE, to_fixed_point
 from .status import INVALID_ROW, INVALID_TREE
 
@@ -19,7 +19,6 @@ class NeighborhoodSumResult(NamedTuple):
     status: Tensor         # (R,) int32
 
 
-@checked_once
 def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Tensor | float, *, cutoff: str = "tvd",
                      offset: int = 0, backend: str | None = None) -> NeighborhoodSumResult:
     """Compute the relaxed mass of each token: its own probability plus the probabilities of its nearest neighbors.

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check, check_dims, setting
-from ._define import checked_once, define
+from ._define import define
 from ._numbers import FIXED_ONE, draw, to_fixed_point
 from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE
 
@@ -15,7 +15,6 @@ class SampleResidualResult(NamedTuple):
     status: Tensor  # (R,) int32
 
 
-@checked_once
 def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: Tensor, *,
                     omega: Tensor | float | None = None, backend: str | None = None) -> SampleResidualResult:
     """Draw one token per row from the residual max(P - Q, (1 - omega) P, 0), normalized.

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check, check_count, check_dims, integers
-from ._define import checked_once, define
+from ._define import define
 from .status import INVALID_TREE
 
 
@@ -16,7 +16,6 @@ class SelectTreeResult(NamedTuple):
     status: Tensor   # (B,)   int32
 
 
-@checked_once
 def select_tree(tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, size: Tensor, *, num_nodes: int,
                 backend: str | None = None) -> SelectTreeResult:
     """Keep the best candidates of a draft and number them, with their root, as the nodes of a tree.

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_dims, check_tree, integers
-from ._define import checked_once, define
+from ._define import define
 from .status import INVALID_TREE
 
 
@@ -16,7 +16,6 @@ class VerifyGreedyResult(NamedTuple):
     status: Tensor          # (B,)   int32
 
 
-@checked_once
 def verify_greedy(target_tokens: Tensor, tokens: Tensor, first_child: Tensor, next_sibling: Tensor, *,
                   max_depth: int | None = None, backend: str | None = None) -> VerifyGreedyResult:
     """Accept the path of each request's tree on which every token is the target's own.

@@ -13,8 +13,8 @@ from tests import cases
 from tests.cases.comparing import make, run, same
 
 # The ops of a step whose arguments need no conversion there. Others may convert: they take lists, numbers for settings.
-OF_A_STEP = {"commit_tokens", "couple_tokens", "draw_tokens", "rotate_into_cache", "select_tree", "swiglu",
-             "tree_attention", "verify_greedy", "verify_logits", "verify_tree"}
+OF_A_STEP = {"commit_tokens", "couple_tokens", "draw_tokens", "rotate_into_cache", "swiglu", "tree_attention",
+             "verify_logits", "verify_tree"}
 
 
 def known_by(function, forget=False):
