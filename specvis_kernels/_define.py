@@ -35,10 +35,8 @@ if torch._C._dispatch_has_kernel(f"{NAMESPACE}::tree_links"):
 _library = torch.library.Library(NAMESPACE, "DEF")
 _kernels: dict[str, dict[str, Callable]] = {}  # op name -> backend name -> kernel
 load_libraries()
-try:
-    from torch._C._dynamo.guards import TensorGuards  # compares tensors in C++, as torch.compile does
-except ImportError:
-    TensorGuards = None
+# Compares tensors in C++, as torch.compile does. A torch that has no such class leaves no check out.
+TensorGuards = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 PLAIN, DENSE = {bool, int, float, str, torch.dtype, type(None)}, {Tensor, torch.nn.Parameter}
 
 
