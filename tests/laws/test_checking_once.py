@@ -17,12 +17,14 @@ OF_A_STEP = {"commit_tokens", "couple_tokens", "draw_tokens", "rotate_into_cache
              "verify_logits", "verify_tree"}
 
 
-def known_by(function, forget=False):
+def memory_of(function):
+    """What `function` remembers of its calls: a dictionary."""
+    return dict(zip(function.__code__.co_freevars, function.__closure__))["known"].cell_contents
+
+
+def known_by(function):
     """How `function` calls its op, for each kind of call that it knows."""
-    known = dict(zip(function.__code__.co_freevars, function.__closure__))["known"].cell_contents
-    if forget:
-        known.clear()
-    return [way for ways in known.values() for way in ways if way[0]]
+    return [way for ways in memory_of(function).values() for way in ways if way[0]]
 
 
 def outcome(op, function, args, kwargs):
@@ -53,7 +55,7 @@ def test_the_answer_is_that_of_a_check(op):
     kept, was_known = function.__wrapped__, False
     for case in cases.CASES[op][:3]:
         args, kwargs = make(op, *case)
-        known_by(function, forget=True)
+        memory_of(function).clear()
         for _ in range(4):
             results = [outcome(op, f, *tree_map_only(torch.Tensor, torch.clone, (args, kwargs)))
                        for f in (function, kept)]
@@ -81,8 +83,15 @@ def test_equal_tensors_are_not_taken_for_one():
         assert tree_attention(*arguments).equal(tree_attention.__wrapped__(*arguments))
 
 
+def test_what_is_converted_is_converted_each_time():
+    q, cache, ancestors = torch.randn(1, 1, 2, 16), torch.randn(2, 1, 9, 2, 16), torch.tensor([[[1]]])
+    for length in range(8):
+        arguments = q, *cache, torch.tensor([length], dtype=torch.int32), ancestors
+        assert tree_attention(*arguments).equal(tree_attention.__wrapped__(*arguments))
+
+
 def test_no_tensor_is_kept():
-    known_by(swiglu, forget=True)
+    memory_of(swiglu).clear()
     rows = [torch.randn(3, 77) for _ in range(4)]
     for row in rows:
         swiglu(row, row.clone())
@@ -97,10 +106,10 @@ def test_no_tensor_is_kept():
 def test_what_traces_is_not_known():
     """Sizes that are symbols, and those of torch.jit.trace, which are tensors."""
     rows = torch.randn(5, 79)
-    known_by(swiglu, forget=True)
+    memory_of(swiglu).clear()
     for _ in range(3):
         make_fx(lambda gate, up: swiglu(gate, up), tracing_mode="symbolic")(rows, rows.clone())
         torch.jit.trace(swiglu, (rows, rows.clone()), check_trace=False)
-    assert not known_by(swiglu)
+    assert not memory_of(swiglu)
     with pytest.raises(ValueError, match="gate must be a dense tensor, got one that is nested"):
         swiglu(*[torch.nested.nested_tensor([row]) for row in rows[:2]])
