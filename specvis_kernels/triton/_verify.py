@@ -7,7 +7,7 @@ Links that are None mean that the tree is a chain: node n's only child is n + 1,
 depth P. Its omega is one number, and its accepted nodes are not returned. `bonus` points to the token that follows node
 N - 1, which then has no row; else it is None.
 
-`ids` says which ids the row of each node has: (id_range (N, 2), first_id, last_id) as in row_range(), or None for all.
+`ids` says which ids the row of each node has: (id_range (N, 2) or None, first_id, last_id), as in row_range().
 """
 import triton
 import triton.language as tl
@@ -35,10 +35,9 @@ def relax(row, V, neighbors, C, k, offset, ids, node, token, token_mass, total, 
         num_considered = k
         if RESIDUAL == "released":
             num_considered = k - 1
-        if ids is not None:
-            id_range, first_id, last_id = ids
-            first, last, _ = row_range(id_range, node, first_id, last_id, V)
-            num_considered = tl.where((token >= first) & (token < last), num_considered, 0)
+        id_range, first_id, last_id = ids
+        first, last, _ = row_range(id_range, node, first_id, last_id, V)
+        num_considered = tl.where((token >= first) & (token < last), num_considered, 0)
         neighbor_mass, num_kept = neighbor_prefix(
             row, V, neighbors, C, k, num_considered, offset, token, token_mass, total, total, tl.load(delta), CUTOFF,
             IS_FLOAT, BLOCK_K)

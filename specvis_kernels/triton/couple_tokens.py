@@ -112,8 +112,8 @@ def couple_tokens_kernel(
         token_mass = load_mass(target_row, guess, is_tried, True)
         strict_prob = accept_prob(True, token_mass, total, token_draft_mass, draft_total, one)
         relaxed_mass, num_neighbors = relax(
-            target_row, V, neighbors, C, k, offset, None, 0, guess, token_mass, total, delta, CUTOFF, RESIDUAL, True,
-            BLOCK_K)
+            target_row, V, neighbors, C, k, offset, (None, 0, V), 0, guess, token_mass, total, delta, CUTOFF, RESIDUAL,
+            True, BLOCK_K)
         if groups is not None:
             group_mass, group_draft_mass = group_masses(
                 target_row, draft_row, V, groups + r * group_size, group_size, guess, BLOCK_K)

@@ -63,15 +63,15 @@ def verify_chain_kernel(
             is_sampling = tl.load(greedy + b) == 0
         if is_sampling:
             num_accepted, next_token, tv_excess, status = verify_sampled(
-                rows, None, tokens, None, None, uniforms, draft_probs, None, neighbors, delta, omega, bonus, mass,
-                draft_mass, None, N, V, P, P, C, k, offset, CUTOFF, RESIDUAL, EMPTY, BLOCK, BLOCK_K)
+                rows, (None, 0, V), tokens, None, None, uniforms, draft_probs, None, neighbors, delta, omega, bonus,
+                mass, draft_mass, None, N, V, P, P, C, k, offset, CUTOFF, RESIDUAL, EMPTY, BLOCK, BLOCK_K)
             store_outputs(num_accepted_out, next_token_out, tv_excess_out, status_out, num_accepted, next_token,
                           tv_excess, status)
         if greedy is not None:
             if is_sampling == 0:
                 num_accepted, next_token, tv_excess, status = verify_greedy(
-                    rows, None, tokens, None, None, neighbors, delta, bonus, greedy_scratch + 3 * (first + b), None, N,
-                    V, P, C, k, offset, CUTOFF, RESIDUAL, BLOCK, BLOCK_K)
+                    rows, (None, 0, V), tokens, None, None, neighbors, delta, bonus, greedy_scratch + 3 * (first + b),
+                    None, N, V, P, C, k, offset, CUTOFF, RESIDUAL, BLOCK, BLOCK_K)
                 store_outputs(num_accepted_out, next_token_out, tv_excess_out, status_out, num_accepted, next_token,
                               tv_excess, status)
     else:
