@@ -12,6 +12,7 @@ def rms_norm_kernel(
         E, eps, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * E
     i = tl.arange(0, BLOCK)
+    w = tl.load(weight + i, mask=i < E, other=0.0).to(tl.float32)  # before the wait for the sum
     row = tl.load(x + start + i, mask=i < E, other=0.0).to(tl.float32)
     if residual is not None:
         row += tl.load(residual + start + i, mask=i < E, other=0.0).to(tl.float32)
@@ -21,7 +22,6 @@ def rms_norm_kernel(
     wide = row.to(tl.float64)
     mean = tl.sum(wide * wide, axis=0) / E
     factor = (1.0 / tl.sqrt(mean + eps)).to(tl.float32)
-    w = tl.load(weight + i, mask=i < E, other=0.0).to(tl.float32)
     tl.store(normed + start + i, rounded(row * factor * w, normed.dtype.element_ty), mask=i < E)
 
 

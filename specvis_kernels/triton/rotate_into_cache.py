@@ -20,8 +20,6 @@ def rotate_into_cache_kernel(
     node = tl.program_id(0).to(tl.int64)
     r = node // N
     n = node % N
-    length = tl.load(lengths + r % B)
-    column = length + first_node + n
     position = tl.load(positions + r % Y * N + n)
     position = tl.minimum(tl.maximum(position, 0), P - 1)
     # A head is one row of the tile, in the order of memory where it can be: that keeps loads and stores wide. Entry e
@@ -31,24 +29,27 @@ def rotate_into_cache_kernel(
     i = e % PAIRS if HALVES else e // 2
     d = tl.where(i < C, i + e // PAIRS * C, 2 * i + e // PAIRS) if HALVES and not IN_ORDER else e
     inside = (h < H + 2 * G) & (d < D)
-    x = tl.load(qkv + node * (H + 2 * G) * D + h * D + d, mask=inside, other=0.0)
-    row = x.to(tl.float32)
+    # All loads come before the first use of one, but for the angles, which need the position.
+    row = tl.load(qkv + node * (H + 2 * G) * D + h * D + d, mask=inside, other=0.0).to(tl.float32)
+    length = tl.load(lengths + r % B)
+    column = length + first_node + n
+    is_normed = inside & (h < H + G)
+    if scale is not None:
+        weight = tl.load(scale + h * D + d, mask=is_normed, other=0.0).to(tl.float32)
+        bias = tl.load(shift + h * D + d, mask=is_normed, other=0.0).to(tl.float32)
+    of_pair = tl.load(rotations + position * 2 * C + tl.arange(0, 2 * PAIRS), mask=tl.arange(0, 2 * PAIRS) < 2 * C,
+                      other=0.0)
     if scale is not None:
         wide = row.to(tl.float64)
         mean = tl.sum(wide, axis=1)[:, None] / D
         square = tl.where(inside, (wide - mean) * (wide - mean), 0.0)
         variance = tl.sum(square, axis=1)[:, None] / D
         factor = (1.0 / tl.sqrt(variance + eps)).to(tl.float32)
-        is_normed = inside & (h < H + G)
-        weight = tl.load(scale + h * D + d, mask=is_normed, other=0.0).to(tl.float32)
-        bias = tl.load(shift + h * D + d, mask=is_normed, other=0.0).to(tl.float32)
         row = tl.where(is_normed, (row - mean.to(tl.float32)) * factor * weight + bias, row)
     if HALVES:
         a, b = tl.split(tl.permute(tl.reshape(row, (HEADS, 2, PAIRS)), (0, 2, 1)))
     else:
         a, b = tl.split(tl.reshape(row, (HEADS, PAIRS, 2)))
-    of_pair = tl.load(rotations + position * 2 * C + tl.arange(0, 2 * PAIRS), mask=tl.arange(0, 2 * PAIRS) < 2 * C,
-                      other=0.0)
     c, s = tl.split(tl.reshape(of_pair, (1, PAIRS, 2)))
     turned = tl.join(a * c - b * s, a * s + b * c)
     if HALVES:

@@ -40,8 +40,9 @@ def attend_tile(
     i = tl.arange(0, BLOCK_T)[:, None]
     d = tl.arange(0, BLOCK_D)
     inside = in_use[:, None] & (d < D)[None, :]            # unseen entries may hold anything
-    k = tl.load(k_row + first * k_stride + (i * k_stride + d[None, :]), mask=inside, other=0.0)
+    # Keys come second: the compiler waits for them before what follows.
     v = tl.load(v_row + first * v_stride + (i * v_stride + d[None, :]), mask=inside, other=0.0)
+    k = tl.load(k_row + first * k_stride + (i * k_stride + d[None, :]), mask=inside, other=0.0)
     if WIDE:
         k = k.to(tl.float32)
         v = v.to(tl.float32)
@@ -73,6 +74,28 @@ def cached_of(t, num_columns, key_mask, mask_row, S):
     return is_cached
 
 
+@triton.jit
+def words_from(first, num_bits, ancestors, n, N, W):
+    """Of each node n the 64 bits from bit `first` on; those from num_bits on are 0."""
+    word = first >> 6
+    shift = first & 63
+    low = tl.load(ancestors + n * W + word, mask=n < tl.where((word >= 0) & (word < W), N, 0), other=0)
+    high = tl.load(ancestors + n * W + word + 1, mask=n < tl.where(word < W - 1, N, 0), other=0)
+    words = (low.to(tl.uint64, bitcast=True) >> shift) | (high.to(tl.uint64, bitcast=True) << 1 << (63 - shift))
+    return words & ((tl.full([], 2, tl.uint64) << tl.minimum(num_bits - 1, 63)) - 1)
+
+
+@triton.jit
+def either(words, others):
+    return words | others
+
+
+@triton.jit
+def bit_of(words, t):
+    """Bit t of words, by shifts of 32 bits."""
+    return ((tl.where(t < 32, words.to(tl.uint32), (words >> 32).to(tl.uint32)) >> (t & 31)) & 1) != 0
+
+
 @kernel("q", "k_cache", "v_cache", "out", "parts", "q_row", "q_node", "q_head", "k_row", "k_column", "k_head", "v_row",
         "v_column", "v_head", "D")
 def tree_attention_kernel(
@@ -88,7 +111,7 @@ def tree_attention_kernel(
         BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
     r = (tl.program_id(0) // (H // G)).to(tl.int64)
     h = tl.program_id(0) % (H // G)
-    b = r % B
+    b = tl.program_id(0) // (H // G) % B
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)  # query head m % G of node m // G
     n = m // G
     is_query = n < N
@@ -102,7 +125,6 @@ def tree_attention_kernel(
     k_cache += r * k_row + h * k_head
     v_cache += r * v_row + h * v_head
     num_columns, first_node, end = load_columns(lengths, b, T, W)
-    end = tl.maximum(end, num_columns)
     first_tile = first_node // BLOCK_T * BLOCK_T  # the first with nodes' columns
     t = tl.arange(0, BLOCK_T)
     chunk = tl.program_id(2) * CHUNK
@@ -125,17 +147,18 @@ def tree_attention_kernel(
                 v_column, D, scale, BLOCK_T, BLOCK_D, WIDE)
         start = tl.maximum(chunk, first_tile)
         while start < tl.minimum(chunk + CHUNK, end):
-            j = start + t - first_node
-            is_node = is_query[:, None] & ((j >= 0) & (start + t < end))[None, :]
-            words = tl.load(ancestors + (b * N + n[:, None]) * W + j[None, :] // 64, mask=is_node, other=0)
-            is_seen = is_node & (((words >> (j & 63)[None, :]) & 1) != 0)
-            is_seen = is_seen | cached_of(start + t, num_columns, key_mask, r * S, S)[None, :]
+            words = words_from(start - first_node, end - start, ancestors + b.to(tl.int64) * N * W, n, N, W)
+            is_cached = cached_of(start + t, num_columns, key_mask, r * S, S)
+            is_seen = is_cached[None, :] | bit_of(words[:, None], t[None, :])
+            in_use = is_cached | bit_of(tl.reduce(words, 0, either), t)
             best, total, attended = attend_tile(
-                x, best, total, attended, k_cache, v_cache, r * 0 + start,
-                tl.max(is_seen.to(tl.int32), axis=0) > 0, is_seen, k_column, v_column, D, scale, BLOCK_T, BLOCK_D,
-                WIDE)
+                x, best, total, attended, k_cache, v_cache, r * 0 + start, in_use, is_seen, k_column, v_column, D,
+                scale, BLOCK_T, BLOCK_D, WIDE)
             start += BLOCK_T
-        whole_best, whole_total, whole = merge(whole_best, whole_total, whole, best, total, attended)
+        if is_whole:
+            whole_best, whole_total, whole = merge(whole_best, whole_total, whole, best, total, attended)
+        else:
+            whole_best, whole_total, whole = best, total, attended
         chunk += CHUNK
     row = (r * N + n) * H + head
     if is_whole:
@@ -155,8 +178,7 @@ def merge_kernel(
         out,                                 # (R, N, H, D)
         R, B, N, T, W, D, H: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
-    num_columns, _, end = load_columns(lengths, r % B, T, W)
-    end = tl.maximum(end, num_columns)
+    _, _, end = load_columns(lengths, r % B, T, W)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     is_query = m < N * H

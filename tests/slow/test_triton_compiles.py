@@ -27,9 +27,9 @@ import benchmarks.ops
 GPUS = {"sm_90": (("cuda", 90, 32), 227 * 1024, 1024), "gfx942": (("hip", "gfx942", 64), 64 * 1024, 1024)}
 
 # Kernels of a forward, and what they may move beside 16 bytes: a rotation; positions, lengths, words of bits; of a part
-# of the columns the largest score and the sum.
+# of the columns the largest score and the sum. "late": a load after threads waited for each other, as for a sum.
 FORWARD = {"rms_norm_kernel": set(), "rotate_into_cache_kernel": {"ld.v2.b32", "ld.b64"}, "swiglu_kernel": set(),
-           "tree_attention_kernel": {"ld.b64", "st.b32"}, "merge_kernel": {"ld.b64"}}
+           "tree_attention_kernel": {"ld.b64", "st.b32", "late"}, "merge_kernel": {"ld.b64"}}
 
 # Ops whose kernels are compiled more than once in a decoding, and how often at most.
 COMPILED_AGAIN = {"tree_attention": 3}  # for up to 16 queries, up to 32, and more
@@ -89,8 +89,10 @@ def registers_and_stack(built):
 
 def moves(built):
     """How a kernel for NVIDIA's GPUs loads and stores, but for copies to shared memory."""
-    found = re.findall(r"\b(ld|st)\.global(?:\.L1::\w+)*((?:\.v\d)?\.b\d+)", built.asm.get("ptx", ""))
-    return sorted({direction + width for direction, width in found})
+    ptx = built.asm.get("ptx", "")
+    found = re.findall(r"\b(ld|st)\.global(?:\.L1::\w+)*((?:\.v\d)?\.b\d+)", ptx)
+    late = {"late"} if re.search(r"\b(shfl|bar)\.sync[\s\S]*\bld\.global", ptx) else set()
+    return sorted({direction + width for direction, width in found} | late)
 
 
 V, BATCHES, WINDOWS = 64, (1, 3), (1, 2, 16, 33)
