@@ -120,7 +120,7 @@ ROWS = {
         lambda M, E, dtype, residual: (4 * M + 1) * E * dtype.itemsize),
     "rotate_into_cache": (
         [*((B, 60, 20, 20, 64, XL_HEADS) for B in (1, 8, 64)),
-         (1, 60, 32, 32, 128, XL_HEADS | {"halves": True, "norms": True})],
+         *((1, 60, 32, 32, 128, XL_HEADS | {"halves": True, "norms": norms}) for norms in (False, True))],
         lambda B, N, H, Hkv, D, options: 2 * (2 * B * N * (H + 2 * Hkv) * D) * options["dtype"].itemsize),
     "sample_residual": (
         [*((R, 16384) for R in (1, 8, 64)), (8, 65536)],

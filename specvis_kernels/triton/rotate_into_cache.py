@@ -29,8 +29,6 @@ def rotate_into_cache_kernel(
     i = e % PAIRS if HALVES else e // 2
     d = tl.where(i < C, i + e // PAIRS * C, 2 * i + e // PAIRS) if HALVES and not IN_ORDER else e
     inside = (h < H + 2 * G) & (d < D)
-    # All loads come before the first use of one, but for the angles, which need the position.
-    row = tl.load(qkv + node * (H + 2 * G) * D + h * D + d, mask=inside, other=0.0).to(tl.float32)
     length = tl.load(lengths + r % B)
     column = length + first_node + n
     is_normed = inside & (h < H + G)
@@ -39,6 +37,8 @@ def rotate_into_cache_kernel(
         bias = tl.load(shift + h * D + d, mask=is_normed, other=0.0).to(tl.float32)
     of_pair = tl.load(rotations + position * 2 * C + tl.arange(0, 2 * PAIRS), mask=tl.arange(0, 2 * PAIRS) < 2 * C,
                       other=0.0)
+    # The row comes last, since the compiler waits for it before what follows.
+    row = tl.load(qkv + node * (H + 2 * G) * D + h * D + d, mask=inside, other=0.0).to(tl.float32)
     if scale is not None:
         wide = row.to(tl.float64)
         mean = tl.sum(wide, axis=1)[:, None] / D

@@ -40,7 +40,7 @@ def attend_tile(
     i = tl.arange(0, BLOCK_T)[:, None]
     d = tl.arange(0, BLOCK_D)
     inside = in_use[:, None] & (d < D)[None, :]            # unseen entries may hold anything
-    # Keys come second: the compiler waits for them before what follows.
+    # Keys come second: with up to 32 queries the compiler waits for them before what follows.
     v = tl.load(v_row + first * v_stride + (i * v_stride + d[None, :]), mask=inside, other=0.0)
     k = tl.load(k_row + first * k_stride + (i * k_stride + d[None, :]), mask=inside, other=0.0)
     if WIDE:
@@ -62,7 +62,8 @@ def load_columns(lengths, b, T, W):
     """How many cached columns a request has, the column of its first node, and where its nodes' columns end."""
     length = tl.load(lengths + b)
     first_node = tl.where(length < 0, T, tl.minimum(length, T)).to(tl.int32)  # T: there is no column for a node
-    return tl.where(length < 0, 0, first_node), first_node, first_node + tl.minimum(T - first_node, 64 * W)
+    return tl.where(length < 0, 0, first_node), first_node, first_node + tl.minimum(
+        T - first_node, 64 * tl.minimum(W, T // 64 + 1))
 
 
 @triton.jit
@@ -79,8 +80,9 @@ def words_from(first, num_bits, ancestors, n, N, W):
     """Of each node n the 64 bits from bit `first` on; those from num_bits on are 0."""
     word = first >> 6
     shift = first & 63
-    low = tl.load(ancestors + n * W + word, mask=n < tl.where((word >= 0) & (word < W), N, 0), other=0)
-    high = tl.load(ancestors + n * W + word + 1, mask=n < tl.where(word < W - 1, N, 0), other=0)
+    row = ancestors + n.to(tl.int64) * W + word
+    low = tl.load(row, mask=n < tl.where(word >= 0, N, 0), other=0)
+    high = tl.load(row + 1, mask=n < tl.where(word < W - 1, N, 0), other=0)
     words = (low.to(tl.uint64, bitcast=True) >> shift) | (high.to(tl.uint64, bitcast=True) << 1 << (63 - shift))
     return words & ((tl.full([], 2, tl.uint64) << tl.minimum(num_bits - 1, 63)) - 1)
 
@@ -92,7 +94,7 @@ def either(words, others):
 
 @triton.jit
 def bit_of(words, t):
-    """Bit t of words, by shifts of 32 bits."""
+    """Bit t of words. To shift their 64 bits would take more instructions."""
     return ((tl.where(t < 32, words.to(tl.uint32), (words >> 32).to(tl.uint32)) >> (t & 31)) & 1) != 0
 
 
@@ -155,7 +157,7 @@ def tree_attention_kernel(
                 x, best, total, attended, k_cache, v_cache, r * 0 + start, in_use, is_seen, k_column, v_column, D,
                 scale, BLOCK_T, BLOCK_D, WIDE)
             start += BLOCK_T
-        if is_whole:
+        if is_whole:  # else there is one chunk, which merge_kernel merges
             whole_best, whole_total, whole = merge(whole_best, whole_total, whole, best, total, attended)
         else:
             whole_best, whole_total, whole = best, total, attended

@@ -91,7 +91,7 @@ def moves(built):
     """How a kernel for NVIDIA's GPUs loads and stores, but for copies to shared memory."""
     ptx = built.asm.get("ptx", "")
     found = re.findall(r"\b(ld|st)\.global(?:\.L1::\w+)*((?:\.v\d)?\.b\d+)", ptx)
-    late = {"late"} if re.search(r"\b(shfl|bar)\.sync[\s\S]*\bld\.global", ptx) else set()
+    late = {"late"} if re.search(r"\b(shfl|bar|bar\.warp)\.sync[\s\S]*\bld\.global", ptx) else set()
     return sorted({direction + width for direction, width in found} | late)
 
 
