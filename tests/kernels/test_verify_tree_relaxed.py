@@ -22,41 +22,6 @@ def test_neighbors_far_down_the_list(backend, cutoff, delta, relaxed_mass, masse
         assert got == ([], token, relaxed_mass - 0.125, 0)
 
 
-@pytest.mark.parametrize("residual, neighbors, delta, masses", [
-    # Token 2 (1/8) with neighbor 3 (1/8) kept is rejected. The rest, in eighths:
-    ("optimal", TABLE, 0.125, [4, 2, 0, 1]),
-    ("relaxed", TABLE, 0.125, [4, 2, 0, 0]),
-    ("relaxed", TABLE, 0.375, [4, 0, 0, 0]),                                  # 3 and 1 kept
-    ("relaxed", TABLE, 0.124, [4, 2, 0, 1]),                                  # none kept
-    ("released", [[1, 2], [0, 2], [3, 1], [2, 1]], 0.125, [4, 0, 0, 0]),      # 3 kept, and one more goes
-    ("released", [[1, 2], [0, 2], [3, 1], [2, 1]], 1.0, [4, 0, 0, 0]),        # the last column is never kept
-    ("released", [[1, 2], [0, 2], [3, 1], [2, 1]], 0.124, [4, 2, 0, 1]),      # none kept
-    ("released", [[1, 2], [0, 2], [3, 0], [2, 1]], 0.125, [0, 2, 0, 0]),
-])
-def test_residuals_of_a_point_mass(backend, residual, neighbors, delta, masses):
-    """Over a grid of uniforms, the next token is distributed as the masses."""
-    for uniform, token in cells(masses):
-        got = verify(backend, [ROW], [9, 2], [-1, 0], [uniform, 0.99], neighbors=neighbors, delta=delta,
-                     residual=residual)
-        assert got[:2] == ([], token) and got[3] == 0
-
-
-@pytest.mark.parametrize("residual, neighbors, masses", [
-    # The draft 1/4 1/4 1/2 0 gave token 2; with neighbor 3 its mass is 1/4: accepted iff u / 2 < 1/4.
-    # Then, in eighths:
-    ("optimal", TABLE, [2, 0, 0, 1]),                              # 4 2 1 1 less 2 2 4 0
-    ("relaxed", TABLE, [2, 0, 0, 0]),                              # 4 2 2 0 less 2 2 4 0
-    ("released", [[1, 2], [0, 2], [3, 1], [2, 1]], [2, 2, 0, 1]),  # 4 2 1 1 less 2 - 4 -: 3 and 1 are protected
-    ("released", [[1, 2], [0, 2], [3, 0], [2, 1]], [4, 0, 0, 1]),  # 4 2 1 1 less - 2 4 -: 3 and 0 are protected
-])
-def test_residuals_of_a_sampled_child(backend, residual, neighbors, masses):
-    tree = dict(tokens=[9, 2], parents=[-1, 0], neighbors=neighbors, delta=0.125, residual=residual,
-                draft=[[0.25, 0.25, 0.5, 0.0]])
-    assert verify(backend, [ROW], uniforms=[0.0, 0.49], **tree) == ([1], 0, 0.25, 0)  # 1/2 against 1/4
-    for uniform, token in cells(masses):
-        assert verify(backend, [ROW], uniforms=[uniform, 0.5], **tree) == ([], token, 0.25, 0)
-
-
 def test_an_id_listed_twice_is_removed_once(backend, triton_takes):
     """Out of the contract, but equal on all backends: its mass counts twice in the relaxed mass."""
     triton_takes(k=1)
