@@ -26,7 +26,8 @@ def clear_neighbors(mass, V, token_neighbors, count, offset, BLOCK_K: tl.constex
         j = start + tl.arange(0, BLOCK_K)
         ids = tl.load(token_neighbors + j, mask=j < count, other=0).to(tl.int64) + offset
         in_vocabulary = (j < count) & (ids >= 0) & (ids < V)
-        cleared = tl.atomic_xchg(mass + ids, tl.zeros([BLOCK_K], tl.int64), mask=in_vocabulary)
+        # As atomic_xchg, which Triton 3.7 and 3.8 do not compile for AMD's GPUs.
+        cleared = tl.atomic_and(mass + ids, tl.zeros([BLOCK_K], tl.int64), mask=in_vocabulary)
         sums += tl.where(in_vocabulary, cleared, 0)
         start += BLOCK_K
     return tl.sum(sums, axis=0)

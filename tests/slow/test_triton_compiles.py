@@ -88,7 +88,7 @@ def registers_and_stack(built):
 
 
 def moves(built):
-    """How a kernel for NVIDIA's GPUs loads and stores, but for copies to shared memory."""
+    """How a kernel for NVIDIA's GPUs loads and stores, but for copies to shared memory, and whether it loads late."""
     ptx = built.asm.get("ptx", "")
     found = re.findall(r"\b(ld|st)\.global(?:\.L1::\w+)*((?:\.v\d)?\.b\d+)", ptx)
     late = {"late"} if re.search(r"\b(shfl|bar|bar\.warp)\.sync[\s\S]*\bld\.global", ptx) else set()
