@@ -244,6 +244,7 @@ OPS = [  # title, op, its sizes after the batch
 ROWS_OF_A_REQUEST = {"neighborhood_sum": 60, "swiglu": 120, "rms_norm": 120}  # what the sizes have in place of 1
 LATER = {"draft_frontier": "cuda", "draw_tokens": "cuda", "token_log_probs": "cuda", "rotate_into_cache": "triton",
          "swiglu": "triton"}  # timed as they are now in the file of experiments
+XL_WEIGHTS = 2 * 1280 * (4 * 1280 + 3 * 3584)  # bytes of a layer's matrices in bfloat16
 OTHERS = {"triton": "", "two ops": "two ops ", "multinomial": "multinomial ", "index and put": "index and put ",
           "scatter": "scatters ", "Liger's": "Liger ", "flashinfer's": "flashinfer "}
 
@@ -268,6 +269,19 @@ def gpu_ops() -> str:
         lines.append([title, own, *(", ".join(f"{OTHERS[backend]}{text}" for backend, text in others
                                               if (backend == "triton") == is_triton) for is_triton in (True, False))])
     return markdown(["op", "ours", "Triton", "others"], *lines)
+
+
+def gpu_layer() -> str:
+    """Microseconds of a layer without attention and rotation, for few rows: the fastest of each way."""
+    rows = rows_of(f"{GPU}-experiments.json")
+    numbers, read = (2, 10, 16, 34), row_of(f"{GPU}-experiments.json", part="read")["TB_s_read"]
+    lines = [["its weights, as fast as the card read", *[short(XL_WEIGHTS / read / 1e6, 1)] * len(numbers)]]
+    for title, how in (("the products", "products"), ("with norms, gate and residual, five products", "ops"),
+                       ("gate and up as one product", "ops, one product of gate and up"),
+                       ("one kernel of our own for each", "one kernel")):
+        lines.append([title, *(short(min(row["us_a_layer"] for row in rows if row.get("how") == how
+                                         and row["rows"] == number and "us_a_layer" in row), 1) for number in numbers)])
+    return markdown(["rows", *map(str, numbers)], *lines)
 
 
 def readme() -> str:
@@ -315,8 +329,8 @@ def readme_ops() -> str:
 
 TABLES = {"compare": compare, "decode": decode, "decode-refresh": decode_refresh, "decode-batch": decode_batch,
           "forward": forward, "ops": cpu_ops, "families": families, "gpu-decode": gpu_decode,
-          "gpu-refresh": gpu_refresh, "gpu-ops": gpu_ops, "refresh-pays": refresh_pays, "readme": readme,
-          "readme-ops": readme_ops}
+          "gpu-refresh": gpu_refresh, "gpu-ops": gpu_ops, "gpu-layer": gpu_layer, "refresh-pays": refresh_pays,
+          "readme": readme, "readme-ops": readme_ops}
 
 
 def captioned(table, captions: bool = True) -> str:
