@@ -62,8 +62,8 @@ def load_columns(lengths, b, T, W):
     """How many cached columns a request has, the column of its first node, and where its nodes' columns end."""
     length = tl.load(lengths + b)
     first_node = tl.where(length < 0, T, tl.minimum(length, T)).to(tl.int32)  # T: there is no column for a node
-    return tl.where(length < 0, 0, first_node), first_node, first_node + tl.minimum(
-        T - first_node, 64 * tl.minimum(W, T // 64 + 1))
+    num_node_columns = tl.minimum(T - first_node, 64 * tl.minimum(W, T // 64 + 1))  # 64 W may be too large for int32
+    return tl.where(length < 0, 0, first_node), first_node, first_node + num_node_columns
 
 
 @triton.jit
